@@ -1,0 +1,1 @@
+"""tx_jax: a laboratory for attention, positions and Transformer architecture in JAX."""
