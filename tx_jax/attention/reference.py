@@ -1,0 +1,64 @@
+"""The specification of attention: every other implementation is compared with this file.
+
+Order: score -> scale -> softcap -> + bias -> mask -> softmax -> dropout -> weighted sum, in float32
+(float64 for float64 inputs). It supports the whole contract in O(N T S) memory. Products run at
+JAX's current matmul precision; where that is below float32 (GPUs), raise it to compare.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tx_jax.attention._capabilities import Capabilities
+from tx_jax.attention._dropout import drop
+from tx_jax.dtypes import wide
+from tx_jax.masks import dense_mask, hide_unseen, index_arrays
+
+CAPABILITIES = Capabilities.everything(memory="N T S")
+
+
+def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, softcap, dropout,
+           sink, q_start):
+    """Attention [B, T, N, H of v] in the dtype of v; arguments as `tx_jax.attention.attend` gives
+    them to implementations."""
+    q, k, v = hide_unseen(mask, q_BTNH, k_BSKH, v_BSKH, q_start)
+    logits_BNTS = masked_logits(q, k, mask=mask, bias=bias, score=score, score_params=score_params,
+                                scale=scale, softcap=softcap, q_start=q_start)
+    # Softmax, with the division after the weighted sum: a pass over [T, H] instead of [T, S].
+    peak_BNT1 = jnp.max(logits_BNTS, axis=-1, keepdims=True, initial=-jnp.inf)
+    if sink is not None:
+        sink_1N11 = sink.astype(logits_BNTS.dtype)[None, :, None, None]
+        peak_BNT1 = jnp.maximum(peak_BNT1, sink_1N11)
+    peak_BNT1 = jax.lax.stop_gradient(jnp.where(peak_BNT1 == -jnp.inf, 0, peak_BNT1))
+    weights_BNTS = jnp.exp(logits_BNTS - peak_BNT1)
+    total_BNT1 = jnp.sum(weights_BNTS, axis=-1, keepdims=True)
+    if sink is not None:
+        total_BNT1 = total_BNT1 + jnp.exp(sink_1N11 - peak_BNT1)
+    weights_BNTS = drop(weights_BNTS, dropout, *index_arrays(q.shape[1], k.shape[1], q_start))
+    out_BTNH = weighted_sum(weights_BNTS, v)
+    # A row without keys has total 0; dividing by 1 there leaves its output and gradients at 0.
+    total_BTN1 = jnp.swapaxes(jnp.where(total_BNT1 == 0, 1, total_BNT1), 1, 2)
+    return (out_BTNH / total_BTN1).astype(v_BSKH.dtype)
+
+
+def masked_logits(q_BTNH, k_BSKH, *, mask, bias, score, score_params, scale, softcap, q_start):
+    """Logits as they enter the softmax [B, N, T, S]; minus infinity where the mask forbids."""
+    logits = score.logits(score_params, q_BTNH, k_BSKH)
+    logits = logits * jnp.asarray(scale, logits.dtype)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    if mask is not None:
+        allowed_BTS = dense_mask(mask, q_BTNH.shape[1], k_BSKH.shape[1], q_start)
+        logits = jnp.where(allowed_BTS[:, None], logits, -jnp.inf)
+    return logits
+
+
+def weighted_sum(weights_BNTS, v_BSKH):
+    """Sum of values [B, T, N, H] in the dtype of the weights."""
+    B, N, T, S = weights_BNTS.shape
+    K, v = v_BSKH.shape[2], v_BSKH.astype(wide(v_BSKH.dtype))
+    if N == K:
+        return jnp.einsum("BNTS,BSNH->BTNH", weights_BNTS, v)
+    grouped = weights_BNTS.reshape(B, K, N // K, T, S)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", grouped, v).reshape(B, T, N, v.shape[-1])
