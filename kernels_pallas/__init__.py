@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels; imports jax only."""
