@@ -158,7 +158,9 @@ def run_imports(root: Path) -> subprocess.CompletedProcess:
         sys.path.insert(0, {str(root)!r})
         from jax._src import xla_bridge
         for name in {sorted(find_modules(root))!r}:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            if not module.__file__.startswith({str(root)!r}):
+                sys.exit(f"{{name}} comes from elsewhere: {{module.__file__}}")
             if xla_bridge.backends_are_initialized():
                 sys.exit(f"importing {{name}} starts a JAX backend")
     """
@@ -245,5 +247,6 @@ def test_a_planted_length_is_found(tmp_path):
 
 
 def test_a_planted_backend_is_found(tmp_path):
-    plant(tmp_path, {"tx_jax/masks.py": "import jax\nn = jax.device_count()\n"})
+    plant(tmp_path, {"tx_jax/__init__.py": "",
+                     "tx_jax/masks.py": "import jax\nn = jax.device_count()\n"})
     assert "importing tx_jax.masks starts a JAX backend" in run_imports(tmp_path).stderr
