@@ -19,7 +19,7 @@ packed into rows, first fit; each piece is a segment with its own positions from
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import grain
 import numpy as np
@@ -43,8 +43,8 @@ def train_iterator(prepared: Prepared, cfg: DataConfig, batch: int, seed: int,
       seed: of the order.
       process_index, process_count: in windows mode the rows of all processes, one after the other,
         are those of a single process. In documents mode process p packs pieces p,
-        p + process_count, ... of the shuffled order. No row is given twice; every process can
-        always take a step.
+        p + process_count, ... of the shuffled order. Within an epoch none comes twice; every
+        process can always take a step.
 
     Returns:
       A grain iterator of `Batch`; `get_state` and `set_state` continue it exactly.
@@ -55,17 +55,19 @@ def train_iterator(prepared: Prepared, cfg: DataConfig, batch: int, seed: int,
     check_length(prepared, cfg)
     rows = _rows_of(batch, process_index, process_count)
     if cfg.packing == "windows":
-        order = _WindowOrder(prepared.train.n_tokens, cfg.context, seed)
+        order = _window_order(prepared, cfg.context, seed)
         tokens = prepared.train.tokens()
 
         def read(step: int) -> Batch:
-            return _windows(tokens, order.starts(step, batch)[rows], cfg.context)
+            starts = order.items(step * batch, (step + 1) * batch)
+            return _windows(tokens, starts[rows], cfg.context)
 
         return iter(grain.MapDataset.range(sys.maxsize).map(read).to_iter_dataset(_READ_INLINE))
     pieces = _Pieces(prepared.train, cfg.context)
-    order = grain.MapDataset.range(len(pieces)).seed(_seed32(seed)).shuffle().repeat(None)
-    packed = _pack(order[process_index::process_count].map(pieces.read), cfg.context,
-                   seed=_seed32(seed), shuffle=True)
+    order = _Order(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(pieces)))
+    numbers = grain.MapDataset.range(sys.maxsize)[process_index::process_count]
+    packed = _pack(numbers.map(lambda i: pieces.read(order.items(i, i + 1)[0])), cfg.context,
+                   seed=int(np.random.SeedSequence(seed).generate_state(1)[0]), shuffle=True)
     return iter(packed.batch(rows.stop - rows.start, drop_remainder=True))
 
 
@@ -114,8 +116,8 @@ def window_starts(prepared: Prepared, context: int, batch: int, steps: int, seed
       UserError: the training part is shorter than one row.
     """
     check_length(prepared, DataConfig(text="the text", context=context))
-    order = _WindowOrder(prepared.train.n_tokens, context, seed)
-    return order.starts(0, steps * batch).reshape(steps, batch).astype(np.int32)
+    starts = _window_order(prepared, context, seed).items(0, steps * batch)
+    return starts.reshape(steps, batch).astype(np.int32)
 
 
 def epoch_starts(n_tokens: int, context: int, seed: int, epoch: int) -> np.ndarray:
@@ -127,24 +129,30 @@ def epoch_starts(n_tokens: int, context: int, seed: int, epoch: int) -> np.ndarr
     return offset + context * rng.permutation(rows)
 
 
-class _WindowOrder:
-    """Window starts by step; keeps the latest epochs, which are pure functions of their number."""
+class _Order:
+    """An endless order, epoch after epoch, that can be entered anywhere.
 
-    def __init__(self, n_tokens: int, context: int, seed: int):
-        self._epoch = functools.lru_cache(maxsize=2)(
-            functools.partial(epoch_starts, n_tokens, context, seed))
-        self._rows = len(self._epoch(0))
+    `draw(epoch)` gives the items of an epoch, equally many each time and a pure function of its
+    number; the latest two are kept.
+    """
 
-    def starts(self, step: int, batch: int) -> np.ndarray:
-        """Return the starts of rows step * batch ... of the endless order, int64 [batch]."""
-        first, last = step * batch, (step + 1) * batch
+    def __init__(self, draw: Callable[[int], np.ndarray]):
+        self._epoch = functools.lru_cache(maxsize=2)(draw)
+        self._size = len(self._epoch(0))
+
+    def items(self, first: int, last: int) -> np.ndarray:
+        """Return the items numbered first ... last - 1."""
         parts = []
         while first < last:
-            epoch, row = divmod(first, self._rows)
-            part = self._epoch(epoch)[row:row + last - first]
+            epoch, i = divmod(first, self._size)
+            part = self._epoch(epoch)[i:i + last - first]
             parts.append(part)
             first += len(part)
         return np.concatenate(parts)
+
+
+def _window_order(prepared: Prepared, context: int, seed: int) -> _Order:
+    return _Order(functools.partial(epoch_starts, prepared.train.n_tokens, context, seed))
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> Batch:
@@ -210,8 +218,3 @@ def _rows_of(batch: int, process_index: int, process_count: int) -> slice:
                         "make it a positive multiple.")
     share = batch // process_count
     return slice(process_index * share, (process_index + 1) * share)
-
-
-def _seed32(seed: int) -> int:
-    """Map any non-negative seed to the 32 bits that grain takes."""
-    return int(np.random.SeedSequence(seed).generate_state(1)[0])

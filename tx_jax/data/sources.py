@@ -196,7 +196,8 @@ def _from_parquet(path: Path, field: str) -> list[str]:
             raise UserError(f"{path} has no field '{field}'{nearest(field, columns)}")
         rows = pq.read_table(path, columns=[field])[field].to_pylist()
     except (OSError, pa.ArrowException) as e:
-        raise UserError(f"{path} is not a readable parquet file ({e}); write it again.") from e
+        reason = str(e).split(". ")[0]
+        raise UserError(f"{path} is not a readable parquet file ({reason}); write it again.") from e
     return [_text_of({field: row}, field, f"row {i} of {path}") for i, row in enumerate(rows)]
 
 
