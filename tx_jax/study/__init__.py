@@ -1,0 +1,1 @@
+"""Studies: cells, the replica axis, ledger, statistics, tables, figures, report, driver."""

@@ -1,0 +1,308 @@
+"""A compiled layout of replicas and the one loop that runs it; see `replicas.py`."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tx_jax.study.flops import count_flops
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a replica does, as two pure functions.
+
+    Attributes:
+      init: (replica, shared) -> carry.
+      step: (replica, carry, shared) -> (carry, record); one chunk, usually a scan over k optimizer
+        steps. `replica` is a pytree of arrays of one replica (key, learning rate, scale ...).
+    """
+
+    init: Callable[[Tree, Tree], Tree]
+    step: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots of one round: `devices` x `group`, vectorised or looped within a device."""
+
+    devices: tuple[jax.Device, ...]
+    group: int
+    vectorised: bool
+
+    @property
+    def slots(self) -> int:
+        """Replicas in flight."""
+        return len(self.devices) * self.group
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The slot axis split over the devices."""
+        return NamedSharding(Mesh(np.array(self.devices), ("slot",)), PartitionSpec("slot"))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The same array on every device."""
+        return NamedSharding(self.sharding.mesh, PartitionSpec())
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which leaves of a tree are typed PRNG keys: they cross program boundaries as raw integers."""
+
+    impls: tuple[str | None, ...]
+
+    @classmethod
+    def of(cls, tree: Tree) -> "Keys":
+        """Read the key implementations of `tree` (arrays or tracers)."""
+        return cls(tuple(
+            str(jax.random.key_impl(x)) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else None for x in jax.tree.leaves(tree)))
+
+    def wrap(self, tree: Tree) -> Tree:
+        """Raw integers -> keys."""
+        leaves, form = jax.tree.flatten(tree)
+        return form.unflatten([x if i is None else jax.random.wrap_key_data(x, impl=i)
+                               for x, i in zip(leaves, self.impls, strict=True)])
+
+    def unwrap(self, tree: Tree) -> Tree:
+        """Keys -> raw integers."""
+        leaves, form = jax.tree.flatten(tree)
+        return form.unflatten([x if i is None else jax.random.key_data(x)
+                               for x, i in zip(leaves, self.impls, strict=True)])
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A compiled layout; `run` may be called again and again, with other values of equal shape."""
+
+    layout: Layout
+    init_fn: Callable[..., Tree]
+    step_fn: Callable[..., tuple[Tree, Tree]]
+    keys: Keys
+    flops: int
+    compile_seconds: float
+
+    def run(self, replicas: Tree, shared: Tree, chunks: int, *,
+            stop: Callable[[Tree], bool] | None = None,
+            progress: Callable[[int], None] | None = None,
+            to_the_end: bool = False) -> tuple[Tree, Tree, np.ndarray]:
+        """Return (carries [R, ...], records [R, chunks, ...], lengths [R]) on the host.
+
+        Args:
+          replicas: numpy leaves [R, ...], keys as raw integers.
+          to_the_end: finish the replicas in the slots before starting others.
+        """
+        count = len(jax.tree.leaves(replicas)[0])
+        pool = _Pool(self, replicas, shared, count)
+        left = np.full(count, chunks)
+        rows: list[list[Tree]] = [[] for _ in range(count)]
+        pending: list[tuple[list[int], Tree]] = []
+        while left.any() or pending:
+            if left.any():
+                live = [int(r) for r in np.flatnonzero(left)]
+                if not to_the_end:
+                    live.sort(key=lambda r: -left[r])
+                seated = pool.seat(live)
+                pending.append((seated, pool.step()))
+                left[[r for r in seated if r >= 0]] -= 1
+            # Without a stop rule the next round is dispatched before this one's records are read.
+            if len(pending) > 1 or stop is not None or not left.any():
+                seated, records = pending.pop(0)
+                records = jax.tree.map(np.asarray, records)
+                for slot, r in enumerate(seated):
+                    if r >= 0:
+                        rows[r].append(jax.tree.map(lambda x, s=slot: x[s], records))
+                        if stop is not None and stop(rows[r][-1]):
+                            left[r] = 0
+                if progress is not None:
+                    progress(sum(r >= 0 for r in seated))
+        return self.keys.wrap(pool.carries()), _stack_records(rows, chunks), np.array(
+            [len(x) for x in rows])
+
+    def time_chunk(self, replicas: Tree, shared: Tree) -> float:
+        """Wall seconds of one chunk of every replica, from fresh carries."""
+        count = len(jax.tree.leaves(replicas)[0])
+        pool = _Pool(self, replicas, shared, count)
+        jax.block_until_ready(pool.parts or pool.stacked)
+        began, records = time.perf_counter(), []
+        for first in range(0, count, self.layout.slots):
+            pool.seat(list(range(first, min(count, first + self.layout.slots))))
+            records.append(pool.step())
+        jax.block_until_ready(records)
+        return time.perf_counter() - began
+
+
+class _Pool:
+    """Carries of all replicas during one run.
+
+    When every replica has a slot the carries stay stacked on the devices. Otherwise (one slot per
+    device) each carry is a part of leading size 1 on the device that ran it last.
+    """
+
+    def __init__(self, runner: Runner, replicas: Tree, shared: Tree, count: int) -> None:
+        self.runner, self.layout, self.replicas, self.count = runner, runner.layout, replicas, count
+        self.shared = jax.device_put(shared, self.layout.replicated)
+        self.resident = self.layout.slots >= count
+        self.seated: list[int] = []
+        self.stacked: Tree = None
+        self.parts: list[Tree] = []
+        slots = self.layout.slots
+        for first in range(0, count, slots):
+            chosen = [min(first + i, count - 1) for i in range(slots)]
+            carry = runner.init_fn(self._place(_take(replicas, chosen)), self.shared)
+            if self.resident:
+                self.stacked, self.members = carry, self._place(_take(replicas, chosen))
+            else:
+                self.parts += self._split(carry)
+        if not self.resident:
+            # Parts past the last replica fill slots that would otherwise be empty.
+            while len(self.parts) < count + slots:
+                self.parts.append(jax.tree.map(lambda x: x.copy(), self.parts[0]))
+
+    def seat(self, wanted: Sequence[int]) -> list[int]:
+        """Give slots to the first of `wanted`; return the replica of each slot, -1 for none."""
+        slots = self.layout.slots
+        if self.resident:
+            chosen = set(wanted)
+            answer = [r if r in chosen else -1 for r in range(self.count)]
+            answer += [-1] * (slots - self.count)
+        else:
+            chosen = set(wanted[:slots])
+            stay = [r if r in chosen else -1 for r in self.seated or [-1] * slots]
+            fresh = [r for r in wanted[:slots] if r not in stay]
+            answer = [r if r >= 0 or not fresh else fresh.pop(0) for r in stay]
+        if answer != self.seated:
+            if not self.resident:
+                self._leave()
+                rows = [r if r >= 0 else 0 for r in answer]
+                self.members = self._place(_take(self.replicas, rows))
+                self.stacked = self._join([self.parts[r if r >= 0 else self.count + slot]
+                                           for slot, r in enumerate(answer)])
+            self.seated = answer
+            self.active = self._place(np.array([r >= 0 for r in answer]))
+        return answer
+
+    def step(self) -> Tree:
+        """Run one chunk of the seated replicas; return the records [slots, ...]."""
+        self.stacked, records = self.runner.step_fn(
+            self.active, self.members, self.stacked, self.shared)
+        return records
+
+    def carries(self) -> Tree:
+        """All carries on the host, leaves [R, ...]."""
+        if self.resident:
+            return jax.tree.map(lambda x: np.asarray(x)[:self.count], self.stacked)
+        self._leave()
+        return jax.tree.map(lambda *xs: np.concatenate([np.asarray(x) for x in xs]),
+                            *self.parts[:self.count])
+
+    def _leave(self) -> None:
+        if self.seated:
+            for slot, part in enumerate(self._split(self.stacked)):
+                r = self.seated[slot]
+                self.parts[r if r >= 0 else self.count + slot] = part
+            self.seated, self.stacked = [], None
+
+    def _place(self, tree: Tree) -> Tree:
+        return jax.device_put(tree, self.layout.sharding)
+
+    def _split(self, carry: Tree) -> list[Tree]:
+        order = {d: i for i, d in enumerate(self.layout.devices)}
+        leaves, form = jax.tree.flatten(carry)
+        shards = [sorted(x.addressable_shards, key=lambda s: order[s.device]) for x in leaves]
+        return [form.unflatten([s[i].data for s in shards]) for i in range(len(order))]
+
+    def _join(self, parts: Sequence[Tree]) -> Tree:
+        moved = [jax.device_put(p, d) for p, d in zip(parts, self.layout.devices, strict=True)]
+        return jax.tree.map(lambda *xs: jax.make_array_from_single_device_arrays(
+            (len(xs), *xs[0].shape[1:]), self.layout.sharding, list(xs)), *moved)
+
+
+def compile_runner(program: Program, layout: Layout, replicas: Tree, replica_keys: Keys,
+                   shared: Tree) -> Runner:
+    """Compile `program` for the slots of `layout`: one compilation of init, one of step.
+
+    Args:
+      replicas: numpy leaves [R, ...], keys as raw integers; only shapes and dtypes are read.
+    """
+    began = time.perf_counter()
+    found: list[Keys] = []
+
+    def first(replica, common):
+        carry = program.init(replica_keys.wrap(replica), common)
+        found.append(Keys.of(carry))
+        return found[0].unwrap(carry)
+
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), replicas)
+    common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+        np.shape(x), x.dtype, sharding=layout.replicated), shared)
+    carry = jax.eval_shape(first, one, common)
+
+    def chunk(replica, raw, common):
+        state, record = program.step(replica_keys.wrap(replica), found[0].wrap(raw), common)
+        return found[0].unwrap(state), record
+
+    record = jax.eval_shape(chunk, one, carry, common)[1]
+
+    def step(active, replica, raw, common):
+        empty = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), record)
+        return jax.lax.cond(active, lambda raw: chunk(replica, raw, common),
+                            lambda raw: (raw, empty), raw)
+
+    def slot_shapes(tree):
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(
+            (layout.slots, *s.shape), s.dtype, sharding=layout.sharding), tree)
+
+    slot, whole = PartitionSpec("slot"), PartitionSpec()
+    shard = partial(jax.shard_map, mesh=layout.sharding.mesh, out_specs=slot, check_vma=False)
+    all_init = shard(lambda rs, common: jax.lax.map(lambda r: first(r, common), rs),
+                     in_specs=(slot, whole))
+    all_step = shard(_over_group(step, layout), in_specs=(slot, slot, slot, whole))
+    members, active = slot_shapes(one), slot_shapes(jax.ShapeDtypeStruct((), np.bool_))
+    init_fn = jax.jit(all_init).lower(members, common).compile()
+    step_fn = jax.jit(all_step, donate_argnums=2).lower(
+        active, members, slot_shapes(carry), common).compile()
+    return Runner(layout, init_fn, step_fn, found[0], count_flops(chunk, one, carry, common),
+                  time.perf_counter() - began)
+
+
+def _over_group(step: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+    """`step` over the replicas that one device holds."""
+    if layout.vectorised:
+        return jax.vmap(step, in_axes=(0, 0, 0, None))
+    if layout.group > 1:
+        return lambda active, replica, raw, common: jax.lax.map(
+            lambda xs: step(*xs, common), (active, replica, raw))
+
+    def single(active, replica, raw, common):
+        active, replica, raw = jax.tree.map(lambda x: x[0], (active, replica, raw))
+        return jax.tree.map(lambda x: x[None], step(active, replica, raw, common))
+
+    return single
+
+
+def _take(tree: Tree, rows: Sequence[int]) -> Tree:
+    return jax.tree.map(lambda x: x[np.asarray(rows)], tree)
+
+
+def _stack_records(rows: list[list[Tree]], chunks: int) -> Tree:
+    def stack(*leaves):
+        out = np.zeros((len(rows), chunks, *leaves[0].shape), leaves[0].dtype)
+        if np.issubdtype(out.dtype, np.floating):
+            out[:] = math.nan
+        at = iter(leaves)
+        for r, row in enumerate(rows):
+            for c in range(len(row)):
+                out[r, c] = next(at)
+        return out
+
+    return jax.tree.map(stack, *[record for row in rows for record in row])

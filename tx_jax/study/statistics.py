@@ -1,0 +1,318 @@
+"""Statistics of a study: intervals, paired comparisons, censored times, verdicts.
+
+Seeds that diverged (NaN) are never dropped silently: every summary counts them.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm. `low`/`high` is the t-interval of the mean (None with fewer than two finite seeds);
+    `bca_low`/`bca_high` the bootstrap BCa interval; `std` the sample standard deviation.
+    """
+
+    mean: float
+    std: float | None
+    low: float | None
+    high: float | None
+    bca_low: float | None
+    bca_high: float | None
+    n: int
+    lost: int
+
+    @property
+    def half(self) -> float | None:
+        """Half width of the t-interval."""
+        return None if self.high is None else self.high - self.mean
+
+
+@dataclass(frozen=True)
+class Paired:
+    """An arm minus the baseline over common seeds.
+
+    Attributes:
+      p: two-sided; by `test` = "t", "sign-flip" (exact permutation), or "none" (fewer than 2 pairs).
+      adjusted: p after Holm's correction over the arms of a table (equals p until `holm`).
+      lost: pairs in which one side diverged; unpaired: seeds that only one side has.
+    """
+
+    difference: float
+    std: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    test: str
+    n: int
+    lost: int = 0
+    unpaired: int = 0
+    adjusted: float | None = None
+
+    @property
+    def resolved(self) -> bool:
+        """The corrected p is below 5 %."""
+        p = self.p if self.adjusted is None else self.adjusted
+        return p is not None and p < 1 - LEVEL
+
+
+@dataclass(frozen=True)
+class Times:
+    """Censored time to solve: `median` is inf when half of the seeds or more never solved."""
+
+    median: float
+    low: float
+    high: float
+    solved: int
+    n: int
+    fraction_low: float
+    fraction_high: float
+    budget: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A published claim against these seeds.
+
+    Attributes:
+      outcome: "agrees", "differs" or "not resolvable with these seeds".
+      seeds_needed: seeds at which the observed paired spread gives power 0.8; None if resolved or
+        unknown.
+    """
+
+    claim: str
+    outcome: str
+    detail: str
+    seeds_needed: int | None = None
+
+
+def summarize(values: Sequence[float], *, bootstrap: int = 2000, seed: int = 0) -> Summary:
+    """Mean with 95 % intervals; non-finite values are counted in `lost`."""
+    x = np.asarray(values, float)
+    ok = x[np.isfinite(x)]
+    n, lost = len(ok), len(x) - len(ok)
+    if n == 0:
+        return Summary(math.nan, None, None, None, None, None, 0, lost)
+    mean = float(ok.mean())
+    if n == 1:
+        return Summary(mean, None, None, None, None, None, 1, lost)
+    std = float(ok.std(ddof=1))
+    low, high = _t_interval(mean, std, n)
+    bca = (mean, mean) if std == 0 else _bca(ok, bootstrap, seed)
+    return Summary(mean, std, low, high, *bca, n, lost)
+
+
+def _t_interval(mean: float, std: float, n: int) -> tuple[float, float]:
+    half = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * std / math.sqrt(n)
+    return mean - half, mean + half
+
+
+def _bca(x: np.ndarray, count: int, seed: int) -> tuple[float | None, float | None]:
+    if count < 1:
+        return None, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Degenerate resamples give NaN, turned into None below.
+        ci = stats.bootstrap((x,), np.mean, n_resamples=count, confidence_level=LEVEL,
+                             method="BCa", rng=np.random.default_rng(seed)).confidence_interval
+    bounds = float(ci.low), float(ci.high)
+    return bounds if all(map(math.isfinite, bounds)) else (None, None)
+
+
+def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired:
+    """Compare two arms seed by seed (seed -> value).
+
+    The paired t-test, or the exact sign-flip permutation test when the differences are clearly not
+    normal (Shapiro-Wilk p < 0.05, from 6 pairs on: with fewer it cannot reach p < 0.05).
+    """
+    common = sorted(set(arm) & set(baseline))
+    unpaired = len(set(arm) ^ set(baseline))
+    d = np.array([arm[s] - baseline[s] for s in common], float)
+    ok = d[np.isfinite(d)]
+    n, lost = len(ok), len(d) - len(ok)
+    if n < 2:
+        mean = float(ok[0]) if n else math.nan
+        return Paired(mean, None, None, None, None, "none", n, lost, unpaired)
+    mean, std = float(ok.mean()), float(ok.std(ddof=1))
+    if std <= 1e-12 * float(np.abs(ok).max()):
+        # No spread: the t statistic is infinite, which n equal numbers do not prove. Count signs.
+        p = 1.0 if mean == 0 else sign_flip(ok)
+        return Paired(mean, std, mean, mean, p, "sign-flip", n, lost, unpaired)
+    low, high = _t_interval(mean, std, n)
+    if n >= 6 and stats.shapiro(ok).pvalue < 0.05:
+        return Paired(mean, std, low, high, sign_flip(ok), "sign-flip", n, lost, unpaired)
+    p = float(stats.ttest_1samp(ok, 0.0).pvalue)
+    return Paired(mean, std, low, high, p, "t", n, lost, unpaired)
+
+
+def sign_flip(differences: Sequence[float], limit: int = 16) -> float:
+    """Two-sided sign-flip permutation p of mean zero; exact up to `limit` pairs, else 2^16 draws."""
+    d = np.asarray(differences, float)
+    n = len(d)
+    if n <= limit:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=n)))
+    else:
+        signs = np.random.default_rng(0).choice((1.0, -1.0), size=(2 ** limit, n))
+        signs[0] = 1.0
+    sums, seen = np.abs(signs @ d), abs(float(d.sum()))
+    return float(np.mean(sums >= seen - 1e-12 * float(np.abs(d).sum())))
+
+
+def holm(comparisons: Mapping[str, Paired]) -> dict[str, Paired]:
+    """Fill `adjusted` with Holm's step-down p over the comparisons that have one."""
+    tested = sorted((c.p, name) for name, c in comparisons.items() if c.p is not None)
+    adjusted, worst = {}, 0.0
+    for rank, (p, name) in enumerate(tested):
+        worst = max(worst, min(1.0, (len(tested) - rank) * p))
+        adjusted[name] = worst
+    return {name: Paired(**{**c.__dict__, "adjusted": adjusted.get(name)})
+            for name, c in comparisons.items()}
+
+
+def wilson(solved: int, n: int) -> tuple[float, float]:
+    """Wilson 95 % interval of a fraction; (0, 1) without data."""
+    if n == 0:
+        return 0.0, 1.0
+    ci = stats.binomtest(solved, n).proportion_ci(LEVEL, method="wilson")
+    return float(ci.low), float(ci.high)
+
+
+def times(values: Sequence[float], budget: float) -> Times:
+    """Time to solve with censoring: inf, NaN or anything above `budget` never solved within it.
+
+    The median's interval takes order statistics (exact binomial coverage of at least 95 %).
+    """
+    x = np.sort(np.where(np.isfinite(values), values, math.inf).astype(float))
+    x = np.where(x > budget, math.inf, x)
+    n, solved = len(x), int(np.isfinite(x).sum())
+    if n == 0:
+        return Times(math.nan, math.nan, math.nan, 0, 0, 0.0, 1.0, budget)
+    middle = x[(n - 1) // 2: n // 2 + 1]
+    k = int(stats.binom.ppf((1 - LEVEL) / 2, n, 0.5))
+    # P(at most k - 1 below the median) must stay below 2.5 %; with few seeds the interval is open.
+    low, high = (float(x[k - 1]), float(x[n - k])) if k >= 1 else (0.0, math.inf)
+    return Times(float(middle.mean()), low, high, solved, n, *wilson(solved, n), budget)
+
+
+def paired_times(arm: Mapping[int, float], baseline: Mapping[int, float],
+                 budget: float) -> Paired:
+    """Paired comparison of censored times.
+
+    Both sides censored counts as equal; one side censored as later than any time: differences are
+    replaced by their signed ranks (Wilcoxon), and p is the exact sign-flip permutation of these.
+    `difference` is the median difference (+-inf when censoring decides it), without interval.
+    """
+    common = sorted(set(arm) & set(baseline))
+    unpaired = len(set(arm) ^ set(baseline))
+
+    def clip(v: float) -> float:
+        return v if math.isfinite(v) and v <= budget else math.inf
+
+    a, b = (np.array([clip(m[s]) for s in common]) for m in (arm, baseline))
+    same = np.isinf(a) & np.isinf(b)
+    d = np.where(same, 0.0, np.where(same, 0.0, a) - np.where(same, 0.0, b))
+    if len(d) == 0:
+        return Paired(math.nan, None, None, None, None, "none", 0, 0, unpaired)
+    ordered = np.sort(d)
+    middle = ordered[(len(d) - 1) // 2: len(d) // 2 + 1]
+    difference = float(middle[0]) if middle[0] == middle[-1] else float(middle.mean())
+    if len(d) < 2:
+        return Paired(difference, None, None, None, None, "none", 1, 0, unpaired)
+    moved = d[d != 0]
+    ranks = np.sign(moved) * stats.rankdata(np.abs(moved)) if len(moved) else np.zeros(1)
+    p = sign_flip(ranks) if len(moved) else 1.0
+    return Paired(difference, None, None, None, p, "signed ranks", len(d), 0, unpaired)
+
+
+def seeds_needed(effect: float, std: float, *, power: float = 0.8, alpha: float = 0.05,
+                 most: int = 10_000) -> int | None:
+    """Pairs at which a two-sided paired t-test of `effect` with spread `std` has this power.
+
+    None when the effect is zero or more than `most` pairs would be needed.
+    """
+    if std == 0:
+        return 2 if effect else None
+    if not (math.isfinite(effect) and math.isfinite(std)) or effect == 0:
+        return None
+
+    def reaches(n: int) -> bool:
+        t = float(stats.t.ppf(1 - alpha / 2, n - 1))
+        shift = abs(effect) / std * math.sqrt(n)
+        return float(stats.nct.sf(t, n - 1, shift)) >= power
+
+    if abs(effect) / std > 30:
+        return 2
+    low, high = 2, 2
+    while not reaches(high):
+        low, high = high, 2 * high
+        if high > 2 * most:
+            return None
+    while low < high:
+        mid = (low + high) // 2
+        low, high = (low, mid) if reaches(mid) else (mid + 1, high)
+    return low if low <= most else None
+
+
+def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0) -> Verdict:
+    """Verdict of a published claim about (arm - baseline).
+
+    Args:
+      expected: "higher", "lower" or "equal".
+      margin: for "equal": differences up to this size count as none (the noise floor, say); the
+        claim agrees when the whole interval lies within it. For the others: the effect must exceed
+        it.
+    """
+    c = comparison
+    if c.n < 2 or c.p is None:
+        return Verdict(claim, "not resolvable with these seeds",
+                       f"{c.n} pair(s) of seeds; at least 2 are needed, 5 are usual", 5)
+    text = f"difference {c.difference:.4g}, p {c.p if c.adjusted is None else c.adjusted:.2g}"
+    if c.low is not None:
+        text = (f"difference {c.difference:.4g} [{c.low:.4g}, {c.high:.4g}], "
+                f"p {c.p if c.adjusted is None else c.adjusted:.2g}")
+    if c.lost:
+        text += f", {c.lost} diverged pair(s) not in the mean"
+    if expected == "equal":
+        if c.low is not None and -margin <= c.low and c.high <= margin:
+            return Verdict(claim, "agrees", text)
+        if c.resolved and abs(c.difference) > margin:
+            return Verdict(claim, "differs", text)
+        need = seeds_needed(margin, c.std) if c.std is not None and margin else None
+        return Verdict(claim, "not resolvable with these seeds", text, need)
+    sign = {"higher": 1.0, "lower": -1.0}[expected]
+    if c.resolved:
+        right = sign * c.difference > margin
+        return Verdict(claim, "agrees" if right else "differs", text)
+    if c.std is None:
+        need = None if not math.isfinite(c.difference) and c.n >= 6 else max(6, c.n + 1)
+    else:
+        need = seeds_needed(c.difference, c.std)
+    return Verdict(claim, "not resolvable with these seeds", text, need)
+
+
+def noise_floor(values: Sequence[float]) -> float | None:
+    """Twice the sample standard deviation of the baseline over seeds (T5's rule); None below 2."""
+    return None if (s := summarize(values, bootstrap=0)).std is None else 2 * s.std
+
+
+def winners(arms: Mapping[str, Mapping[int, float]], *, lower_is_better: bool) -> set[str]:
+    """Arms to print bold: the best mean, if it beats every other arm after Holm's correction.
+
+    Empty when the lead is inside the noise, or when an arm with diverged seeds has the best mean.
+    """
+    means = {name: summarize(list(v.values()), bootstrap=0) for name, v in arms.items()}
+    finite = {n: s for n, s in means.items() if math.isfinite(s.mean)}
+    if len(finite) < 2:
+        return set()
+    best = (min if lower_is_better else max)(finite, key=lambda n: finite[n].mean)
+    if finite[best].lost:
+        return set()
+    rivals = holm({n: paired(arms[n], arms[best]) for n in finite if n != best})
+    return {best} if all(c.resolved for c in rivals.values()) else set()
