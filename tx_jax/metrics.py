@@ -1,0 +1,105 @@
+"""Metric rows to JSONL, TensorBoard and, by flag, Weights & Biases; exact across restarts.
+
+`metrics.jsonl` holds only what the run determines (no times), so that a run that was killed and
+resumed leaves the same bytes as one that was not.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import tensorboardX
+
+from tx_jax.errors import UserError
+
+
+class MetricsWriter:
+    """Writes one row per call, each on disk when the call returns.
+
+    Args:
+      workdir: holds `metrics.jsonl` and `tensorboard/`.
+      start: steps already taken; rows after it, and a half-written last line, are cut.
+      wandb: Weights & Biases project; empty = off.
+
+    Raises:
+      UserError: `wandb` is asked for and not installed.
+    """
+
+    def __init__(self, workdir: Path, start: int = 0, wandb: str = ""):
+        self._wandb = _wandb_run(workdir, wandb) if wandb else None
+        self._path = workdir / "metrics.jsonl"
+        self.rows = _rows_until(self._path, start)
+        text = "".join(_line(row) for row in self.rows)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self._path)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        # TensorBoard drops what earlier event files hold from this step on.
+        purge = start + 1 if start else None
+        self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+
+    def write(self, step: int, values: dict[str, Any], **live: float) -> None:
+        """Append a row.
+
+        Args:
+          values: exact metrics, Python or NumPy scalars.
+          live: values that differ from run to run (speed); left out of `metrics.jsonl`.
+        """
+        row = {"step": step} | {name: getattr(value, "item", lambda v=value: v)()
+                                for name, value in values.items()}
+        self.rows.append(row)
+        self._file.write(_line(row))
+        self._file.flush()
+        shown = {k: v for k, v in row.items() if k != "step"} | live
+        for name, value in shown.items():
+            self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(shown, step=step)
+
+    def flush(self) -> None:
+        """Put everything on disk; called before a checkpoint, whose rows then survive a kill."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._board.flush()
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self.flush()
+        self._file.close()
+        self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _rows_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a file up to a step; reading stops at the first line that is not whole."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                if row["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            rows.append(row)
+    return rows
+
+
+def _wandb_run(workdir: Path, project: str) -> Any:
+    try:
+        import wandb  # an optional package: imported only where it is asked for
+    except ImportError:
+        raise UserError(f"--train.wandb={project} needs the package wandb, which is not installed; "
+                        "run 'pip install wandb' or leave the flag out.") from None
+    name = workdir / "wandb_id"  # kept, so that a resumed run goes on in the same place
+    if not name.exists():
+        name.write_text(secrets.token_hex(4), encoding="utf-8")
+    return wandb.init(project=project, dir=str(workdir), id=name.read_text(encoding="utf-8"),
+                      resume="allow")
