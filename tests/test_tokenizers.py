@@ -2,9 +2,12 @@
 
 import json
 import logging
+import lzma
 import math
 import pickle
+import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +15,10 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tx_jax.data import load_text
+from tx_jax.data import load_parallel, load_text
 from tx_jax.errors import UserError
 from tx_jax.tokenizers import bits_per_byte, from_json, make_tokenizer, make_trainer
+from tx_jax.tokenizers import gpt2 as gpt2_module
 from tx_jax.tokenizers._bytepair import GPT2_PATTERN, LONGEST_RUN, cut_runs
 from tx_jax.tokenizers.bpe import TrainedPairs
 
@@ -188,6 +192,36 @@ def test_gpt2_ids():
     tok = make_tokenizer("gpt2", [])
     assert tok.vocab_size == 50257 and tok.eos_id == 50256
     assert tok.encode("Hello world").tolist() == [15496, 995]
+
+
+def test_gpt2_needs_no_network_and_leaves_its_file_alone(monkeypatch, tmp_path):
+    """tiktoken's own loader asks the network, and deletes a file whose hash is wrong."""
+    def refuse(*args, **kwargs):
+        raise AssertionError("network used")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    make_tokenizer("gpt2", [])
+    raw = bytearray(lzma.decompress(gpt2_module._FILE.read_bytes()))
+    raw[0] ^= 1
+    for content, fault in ((lzma.compress(bytes(raw)), "damaged"), (b"no xz", "cannot be read")):
+        (tmp_path / "copy.xz").write_bytes(content)
+        monkeypatch.setattr(gpt2_module, "_FILE", tmp_path / "copy.xz")
+        with pytest.raises(UserError, match=f"copy.xz .*{fault}"):
+            make_tokenizer("gpt2", [])
+        assert (tmp_path / "copy.xz").read_bytes() == content
+
+
+def test_git_leaves_the_vocabulary_files_as_they_are():
+    text = (Path(__file__).parent.parent / ".gitattributes").read_text(encoding="utf-8")
+    assert {"*.tiktoken -text", "*.xz binary"} <= set(text.split("\n"))
+
+
+def test_many_short_documents_encode_quickly(gpt2):
+    """tiktoken's batch call takes seconds here; one call a document does not."""
+    verses = load_parallel("en", "fr").first
+    begin = time.process_time()
+    n = sum(len(gpt2.encode(verse)) for verse in verses)
+    assert time.process_time() - begin < 3.0 and n == pytest.approx(987_000, rel=0.01)
 
 
 def test_byte_pairs_equal_tiktoken_on_real_text():

@@ -72,18 +72,22 @@ class Prepared:
 
     @property
     def train_path(self) -> Path:
+        """File of the training tokens."""
         return self.train.path
 
     @property
     def validation_path(self) -> Path:
+        """File of the validation tokens."""
         return self.validation.path
 
     @property
     def n_train_tokens(self) -> int:
+        """Tokens of the training part, end-of-text tokens included."""
         return self.train.n_tokens
 
     @property
     def n_validation_tokens(self) -> int:
+        """Tokens of the validation part, end-of-text tokens included."""
         return self.validation.n_tokens
 
     @property
@@ -208,4 +212,6 @@ def _write(directory: Path, name: str, part: list, tokenizer: Tokenizer, total: 
 
 def _map(path: Path, dtype: str, size: int) -> np.ndarray:
     little = np.dtype(dtype).newbyteorder("<")
-    return np.memmap(path, little, mode="r", shape=(size,)) if size else np.zeros(0, little)
+    if not size:
+        return np.zeros(0, little)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(path, little, mode="r", shape=(size,)))
