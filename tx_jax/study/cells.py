@@ -70,7 +70,7 @@ def canonical(value: Any) -> str:
 
 
 def fingerprint(cell: Cell, code: str, data: str) -> str:
-    """sha256 of the cell, the code hash and the data hash; device, workdir and versions are not in it."""
+    """sha256 of the cell, the code hash and the data hash; not of device, workdir or versions."""
     text = canonical({"cell": cell, "code": code, "data": data})
     return hashlib.sha256(text.encode()).hexdigest()
 

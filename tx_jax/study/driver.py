@@ -8,13 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, code_hash, fingerprint, short
-from tx_jax.study.ledger import Ledger, Measured, Row, device_name, finished, make_row, read
-from tx_jax.study.ledger import versions
+from tx_jax.study.ledger import (
+    Ledger,
+    Measured,
+    Row,
+    device_name,
+    finished,
+    make_row,
+    read,
+    versions,
+)
 from tx_jax.study.report import Report, write_report
 
 
@@ -127,8 +141,8 @@ def run_study(study: Study, settings: Any, workdir: Path, *, only_table: bool = 
     cells = study.cells(settings)
     if len(set(cells)) != len(cells):
         twice = next(c for i, c in enumerate(cells) if c in cells[:i])
-        raise UserError(f"study '{study.name}' plans the cell {twice} twice; remove repeated values "
-                        "from its axes.")
+        raise UserError(f"study '{study.name}' plans the cell {twice} twice; remove repeated "
+                        "values from its axes.")
     plan = _Plan(cells, code_hash(study.packages, study.files), study.data(settings), list(command))
     path = workdir / "results.jsonl"
     if only_table:

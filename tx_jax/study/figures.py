@@ -40,7 +40,7 @@ class Look:
 
 
 def looks(arms: Sequence[str]) -> dict[str, Look]:
-    """Fixed colours by position in `arms` (give the study's full list, not the arms of one figure)."""
+    """Fixed colours by position in `arms`: give the study's full list, not one figure's arms."""
     return {a: Look(PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)])
             for i, a in enumerate(arms)}
 
@@ -52,8 +52,8 @@ def lines(rows: Iterable[Mapping[str, Any]], metric: str, x: str, *, name: str, 
     """The metric against the axis `x`, one line per arm, small multiples over the axis `panel`.
 
     Mean with its 95 % t-interval as a band; single seeds as faint dots. With a `budget` the metric
-    is a censored time: median and range, and points whose median never solved sit on the budget line
-    as open triangles.
+    is a censored time: median and range, and points whose median never solved sit on the budget
+    line as open triangles.
 
     Args:
       reference: label -> y of horizontal lines (chance level, noise floor).

@@ -1,4 +1,4 @@
-"""The ledger: one JSON line per finished cell, safe against kill -9, foreign files and two writers."""
+"""The ledger: a JSON line per finished cell, safe against kill -9, foreign files, two writers."""
 
 import datetime
 import fcntl
@@ -40,7 +40,7 @@ class Measured:
 
 
 def versions() -> dict[str, str]:
-    """Versions that may explain a difference: libraries, Python, and the git commit if there is one."""
+    """What may explain a difference: versions of libraries and Python, git commit if any."""
     found = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "optax", "numpy", "tx_jax"):
         try:
@@ -113,7 +113,7 @@ def _parse(text: bytes, path: Path) -> list[Row]:
 
 
 def finished(rows: Iterable[Row], cells: Iterable[Cell], code: str, data: str) -> dict[Cell, Row]:
-    """The rows that hold the result of a planned cell under this code and data; the last one wins."""
+    """The rows of planned cells under this code and data; the last row of a cell wins."""
     by_print = {row["fingerprint"]: row for row in rows}
     found = {}
     for cell in cells:
@@ -186,5 +186,6 @@ def find(rows: Iterable[Row], name: str) -> Row:
     hits = {row["fingerprint"]: row for row in rows if row["fingerprint"].startswith(name)}
     if len(hits) != 1:
         known = ", ".join(short(f) for f in hits) or "none"
-        raise UserError(f"'{name}' names {len(hits)} cells ({known}); give more of the fingerprint.")
+        raise UserError(f"'{name}' names {len(hits)} cells ({known}); "
+                        "give more of the fingerprint.")
     return next(iter(hits.values()))

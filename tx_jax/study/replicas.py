@@ -1,8 +1,8 @@
 """The replica axis: R runs of one program, compiled once, run by a chosen strategy.
 
-A strategy is a layout (`runner.Layout`): how many devices, how many replicas each device holds at a
-time, and whether those are vectorised (`vmap`) or looped (`lax.map`). One loop, `Runner.run`, serves
-them all: each round it fills the slots with unfinished replicas and runs one chunk.
+A strategy is a layout (`runner.Layout`): how many devices, how many replicas each device holds at
+a time, and whether those are vectorised (`vmap`) or looped (`lax.map`). One loop, `Runner.run`,
+serves them all: each round it fills the slots with unfinished replicas and runs one chunk.
 
   sequential  one replica at a time on one device, to its end
   vmap        all replicas vectorised on one device
@@ -89,12 +89,13 @@ def run_replicas(program: Program, replicas: Tree, shared: Tree, chunks: int, *,
                  strategy: str = "auto", devices: Sequence[jax.Device] | None = None,
                  stop: Callable[[Tree], bool] | None = None,
                  progress: Callable[[int], None] | None = None,
-                 cache: dict[Any, Runner] | None = None) -> Result:
+                 cache: dict[Any, Any] | None = None) -> Result:
     """Run every replica for `chunks` chunks.
 
     Args:
       replicas: pytree of arrays, leaves [R, ...]; shared: pytree of arrays common to all replicas.
-      strategy: a name, or "auto": time one chunk under each of `candidates`, take the fastest.
+      strategy: a name, or "auto": time one chunk under each of `candidates`, take the fastest and
+        remember it in `cache`.
       devices: default all local devices.
       stop: host function of one replica's record (numpy); True ends that replica after this chunk.
       progress: called with the number of replica-chunks finished since the last call.
@@ -114,15 +115,20 @@ def run_replicas(program: Program, replicas: Tree, shared: Tree, chunks: int, *,
     keys = Keys.of(replicas)
     raw = jax.tree.map(np.asarray, keys.unwrap(replicas))
     names = candidates(count, devices) if strategy == "auto" else (strategy,)
+    problem = (program, devices, keys, _signature(raw), _signature(shared))
+    timings: dict[str, float] = cache.get(("timings", problem), {}) if len(names) > 1 else {}
+    if timings:
+        names = (min(timings, key=timings.__getitem__),)
     runners, compiled = {}, 0.0
     for name in names:
         layout = make_layout(name, count, devices)
-        index = (program, layout, keys, _signature(raw), _signature(shared))
+        index = (layout, problem)
         if index not in cache:
             cache[index] = compile_runner(program, layout, raw, keys, shared)
             compiled += cache[index].compile_seconds
         runners[name] = cache[index]
-    timings = time_runners(runners, raw, shared) if len(names) > 1 else {}
+    if len(names) > 1:
+        timings = cache["timings", problem] = time_runners(runners, raw, shared)
     name = min(timings, key=timings.__getitem__) if timings else names[0]
     began = time.perf_counter()
     carries, records, lengths = runners[name].run(

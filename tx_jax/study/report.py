@@ -52,7 +52,7 @@ class Report:
 
 
 def write_report(report: Report, workdir: Path) -> Path:
-    """Write report.html, table.md/.csv/.tex and figures/*.png; each file appears whole or not at all.
+    """Write report.html, table.md/.csv/.tex and figures/*.png, each file whole or not at all.
 
     Returns:
       The path of report.html.
@@ -125,7 +125,8 @@ def render(report: Report) -> str:
     if report.facts:
         rows = "".join(f"<tr><th>{_e(k)}</th><td class=wide>{_e(v)}</td></tr>"
                        for k, v in report.facts)
-        sections.append(("How these numbers were made", f"<div class=scroll><table>{rows}</table></div>"))
+        sections.append(("How these numbers were made",
+                         f"<div class=scroll><table>{rows}</table></div>"))
     contents = "".join(f'<li><a href="#{_slug(t)}">{_e(t)}</a>{_inner(t, report)}</li>'
                        for t, _ in sections)
     body = "".join(f'<h2 id="{_slug(t)}">{_e(t)}</h2>{content}' for t, content in sections)

@@ -41,7 +41,7 @@ class Paired:
     """An arm minus the baseline over common seeds.
 
     Attributes:
-      p: two-sided; by `test` = "t", "sign-flip" (exact permutation), or "none" (fewer than 2 pairs).
+      p: two-sided; by `test` = "t", "sign-flip" (exact permutation), or "none" (under 2 pairs).
       adjusted: p after Holm's correction over the arms of a table (equals p until `holm`).
       lost: pairs in which one side diverged; unpaired: seeds that only one side has.
     """
@@ -153,7 +153,7 @@ def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired:
 
 
 def sign_flip(differences: Sequence[float], limit: int = 16) -> float:
-    """Two-sided sign-flip permutation p of mean zero; exact up to `limit` pairs, else 2^16 draws."""
+    """Two-sided sign-flip permutation p of mean zero; exact to `limit` pairs, else 2^16 draws."""
     d = np.asarray(differences, float)
     n = len(d)
     if n <= limit:
