@@ -23,6 +23,11 @@ class Encoding(_base.Encoding):
     length: int = 0
     init_std: float = 0.02
 
+    def __post_init__(self) -> None:
+        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 0:
+            raise UserError(f"learned(length={self.length!r}) must be a whole number of rows, or 0 "
+                            "for the model's context.")
+
     @property
     def max_length(self) -> int | None:
         return self.length or None
