@@ -36,6 +36,12 @@ PROGRAM = Program(_init, _step)
 INIT, STEP = jax.jit(_init), jax.jit(_step)
 
 
+@pytest.fixture(scope="module")
+def cache():
+    """Compiled programs shared by the tests that do not count compilations."""
+    return {}
+
+
 def _replicas(count):
     return {"key": jax.random.split(jax.random.key(3), count),
             "lr": jnp.linspace(0.01, 0.5, count, dtype=jnp.float32)}
@@ -55,10 +61,10 @@ def _lone(replica, chunks):
 @pytest.mark.parametrize(("strategy", "count", "devices"), [
     *((s, 5, 2) for s in (*STRATEGIES, "auto")), ("auto", 1, 1), ("queue", 1, 2), ("map", 5, 1),
     ("queue", 4, 2), ("sharded", 3, 8)])
-def test_a_replica_equals_its_lone_run(strategy, count, devices):
+def test_a_replica_equals_its_lone_run(strategy, count, devices, cache):
     replicas = _replicas(count)
     result = run_replicas(PROGRAM, replicas, SHARED, 3, strategy=strategy,
-                          devices=jax.devices()[:devices])
+                          devices=jax.devices()[:devices], cache=cache)
     assert result.lengths.tolist() == [3] * count
     assert result.strategy in STRATEGIES
     for r in range(count):
@@ -72,14 +78,16 @@ def test_a_replica_equals_its_lone_run(strategy, count, devices):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_early_stop_ends_one_replica_and_leaves_the_others_alone(strategy):
+def test_early_stop_ends_one_replica_and_leaves_the_others_alone(strategy, cache):
     devices = jax.devices()[:2]
-    whole = run_replicas(PROGRAM, _replicas(5), SHARED, 6, strategy=strategy, devices=devices)
+    whole = run_replicas(PROGRAM, _replicas(5), SHARED, 6, strategy=strategy, devices=devices,
+                         cache=cache)
     loss_RC = whole.records["loss"]
     bar = float(np.sort(loss_RC[:, 2])[1])
     seen = []
     part = run_replicas(PROGRAM, _replicas(5), SHARED, 6, strategy=strategy, devices=devices,
-                        stop=lambda record: bool(record["loss"] <= bar), progress=seen.append)
+                        stop=lambda record: bool(record["loss"] <= bar), progress=seen.append,
+                        cache=cache)
     want = [int(np.argmax(row <= bar)) + 1 if (row <= bar).any() else 6 for row in loss_RC]
     assert min(want) < 6 and max(want) == 6
     assert part.lengths.tolist() == want
@@ -116,19 +124,21 @@ def test_a_fresh_run_compiles_init_and_step_once(caplog):
     assert result.compile_seconds > 0
 
 
-def test_auto_times_its_candidates_and_takes_the_fastest():
-    devices = jax.devices()[:2]
-    result = run_replicas(PROGRAM, _replicas(5), SHARED, 2, devices=devices)
+def test_auto_times_its_candidates_takes_the_fastest_and_remembers_it(cache):
+    devices, local = jax.devices()[:2], dict(cache)
+    result = run_replicas(PROGRAM, _replicas(5), SHARED, 2, devices=devices, cache=local)
     assert set(result.timings) == set(candidates(5, devices))
     assert result.strategy == min(result.timings, key=result.timings.get)
+    again = run_replicas(PROGRAM, _replicas(5), SHARED, 2, devices=devices, cache=local)
+    assert (again.timings, again.strategy) == (result.timings, result.strategy)
     assert candidates(1, devices) == ("sequential",)
 
 
-def test_queue_is_balanced_and_seconds_are_shared_by_chunks_run():
+def test_queue_is_balanced_and_seconds_are_shared_by_chunks_run(cache):
     layout = make_layout("queue", 5, jax.devices()[:2])
     assert layout.slots == 2
     result = run_replicas(PROGRAM, _replicas(5), SHARED, 4, strategy="queue",
-                          devices=jax.devices()[:2])
+                          devices=jax.devices()[:2], cache=cache)
     assert sum(result.share(r) for r in range(5)) == pytest.approx(result.seconds)
 
 

@@ -53,7 +53,7 @@ def lines(rows: Iterable[Mapping[str, Any]], metric: str, x: str, *, name: str, 
 
     Mean with its 95 % t-interval as a band; single seeds as faint dots. With a `budget` the metric
     is a censored time: median and range, and points whose median never solved sit on the budget
-    line as open triangles.
+    line as open triangles. Without one, open triangles mark points at which seeds diverged.
 
     Args:
       reference: label -> y of horizontal lines (chance level, noise floor).
@@ -107,7 +107,10 @@ def _line(ax: Axes, points: Sequence[tuple[float, list[float]]], look: Look, arm
     good = ~lost_x
     ax.plot(np.array(at)[good], mid_x[good], ls="", marker=look.marker, ms=5.5, color=look.color,
             zorder=4)
-    # Open triangles: never solved (censored), or some seeds diverged.
+    # Open triangles: never solved (censored) or some seeds diverged; at the top: all diverged.
+    gone = np.isnan(mid_x)
+    ax.plot(np.array(at)[gone], np.full(gone.sum(), 0.97), ls="", marker="^", ms=8, mfc="white",
+            mec=look.color, mew=1.6, zorder=5, transform=ax.get_xaxis_transform())
     ax.plot(np.array(at)[lost_x], mid_x[lost_x], ls="", marker="^", ms=8, mfc="white",
             mec=look.color, mew=1.6, zorder=5)
     ax.plot([], [], color=look.color, marker=look.marker, lw=1.6, ms=5.5, label=arm)
@@ -157,7 +160,7 @@ def _dress(ax: Axes, ticks: Sequence[float] | None, title: str, xlabel: str, log
     if ticks:
         ax.set_xticks(ticks)
         ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
         ax.minorticks_off()
     ax.set_title(title, fontsize=10, color=_STYLE["text"])
     ax.set_xlabel(xlabel, fontsize=9.5)
@@ -166,6 +169,14 @@ def _dress(ax: Axes, ticks: Sequence[float] | None, title: str, xlabel: str, log
     ax.set_axisbelow(True)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
+
+
+def _short(value: float) -> str:
+    """0.0003 -> 3e-4, so that neighbouring tick labels do not touch."""
+    if 0 < abs(value) < 0.01:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:g}"
 
 
 def _finish(canvas: Canvas, axes: Sequence[Axes], title: str) -> bytes:
