@@ -23,21 +23,24 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
     q, k, v = hide_unseen(mask, q_BTNH, k_BSKH, v_BSKH, q_start)
     logits_BNTS = masked_logits(q, k, mask=mask, bias=bias, score=score, score_params=score_params,
                                 scale=scale, softcap=softcap, q_start=q_start)
-    # Softmax, with the division after the weighted sum: a pass over [T, H] instead of [T, S].
-    peak_BNT1 = jnp.max(logits_BNTS, axis=-1, keepdims=True, initial=-jnp.inf)
-    if sink is not None:
-        sink_1N11 = sink.astype(logits_BNTS.dtype)[None, :, None, None]
-        peak_BNT1 = jnp.maximum(peak_BNT1, sink_1N11)
-    peak_BNT1 = jax.lax.stop_gradient(jnp.where(peak_BNT1 == -jnp.inf, 0, peak_BNT1))
-    weights_BNTS = jnp.exp(logits_BNTS - peak_BNT1)
-    total_BNT1 = jnp.sum(weights_BNTS, axis=-1, keepdims=True)
-    if sink is not None:
-        total_BNT1 = total_BNT1 + jnp.exp(sink_1N11 - peak_BNT1)
+    weights_BNTS = softmax(logits_BNTS, sink)
     weights_BNTS = drop(weights_BNTS, dropout, *index_arrays(q.shape[1], k.shape[1], q_start))
-    out_BTNH = weighted_sum(weights_BNTS, v)
-    # A row without keys has total 0; dividing by 1 there leaves its output and gradients at 0.
-    total_BTN1 = jnp.swapaxes(jnp.where(total_BNT1 == 0, 1, total_BNT1), 1, 2)
-    return (out_BTNH / total_BTN1).astype(v_BSKH.dtype)
+    return weighted_sum(weights_BNTS, v).astype(v_BSKH.dtype)
+
+
+def softmax(logits_BNTS, sink=None):
+    """Softmax over keys; a row of minus infinities gives zeros, with zero gradients."""
+    empty_BNT1 = jnp.max(logits_BNTS, axis=-1, keepdims=True, initial=-jnp.inf) == -jnp.inf
+    # The inner `where` keeps 0 / 0 out of the backward pass, the outer one sets the result.
+    safe_BNTS = jnp.where(empty_BNT1, 0, logits_BNTS)
+    if sink is None:
+        weights_BNTS = jax.nn.softmax(safe_BNTS, axis=-1)
+    else:
+        sink_BNT1 = jnp.broadcast_to(sink.astype(safe_BNTS.dtype)[None, :, None, None],
+                                     empty_BNT1.shape)
+        joint = jnp.concatenate([safe_BNTS, sink_BNT1], axis=-1)
+        weights_BNTS = jax.nn.softmax(joint, axis=-1)[..., :-1]
+    return jnp.where(empty_BNT1, 0, weights_BNTS)
 
 
 def masked_logits(q_BTNH, k_BSKH, *, mask, bias, score, score_params, scale, softcap, q_start):
