@@ -69,7 +69,7 @@ def fit(cfg: RunConfig, workdir: Path, *, mesh: Mesh | None = None, console: Con
     """Train a model, or go on where a killed run with the same configuration stopped.
 
     Args:
-      workdir: existing directory; gets `checkpoints/`, `metrics.jsonl` and `tensorboard/`.
+      workdir: a directory; gets `checkpoints/`, `metrics.jsonl` and `tensorboard/`.
       mesh: devices to shard over (`sharding.make_mesh`); None = one device.
       console: shows progress and notices; None = silent.
       cache_dir: holds tokenised texts; by default `workdir / "cache"`.
@@ -79,6 +79,7 @@ def fit(cfg: RunConfig, workdir: Path, *, mesh: Mesh | None = None, console: Con
       UserError: a configuration that cannot run or differs from the checkpoint's.
     """
     workdir = Path(workdir).expanduser().absolute()
+    workdir.mkdir(parents=True, exist_ok=True)
     console = console or Console(quiet=True)
     prepared = data.prepare(cfg.data, cache_dir or workdir / "cache")
     model = models.build(cfg.model, prepared.tokenizer.vocab_size, cfg.data.context)

@@ -37,8 +37,8 @@ class MetricsWriter:
         os.replace(temporary, self._path)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
         # TensorBoard drops what earlier event files hold from this step on.
-        purge = start + 1 if start else None
-        self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=purge)
+        self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"),
+                                                 purge_step=start + 1)
 
     def write(self, step: int, values: dict[str, Any], **live: float) -> None:
         """Append a row.
