@@ -243,10 +243,11 @@ class _stop_after:
 
     def __enter__(self):
         self.due = fit._Loop._due
-        steps, due = self.steps, self.due
+        steps, due, sent = self.steps, self.due, []
 
         def watching(loop, every):
-            if loop.step == steps < loop.cfg.train.steps:
+            if loop.step == steps < loop.cfg.train.steps and not sent:
+                sent.append(steps)  # once: a second signal would kill
                 os.kill(os.getpid(), signal.SIGTERM)
             return due(loop, every)
 
