@@ -50,8 +50,9 @@ def truth(rule: Rule, q: int, k: int) -> bool:
     raise AssertionError(rule)
 
 
-@settings(max_examples=60, deadline=None)
-@given(rule=RULES, T=st.integers(0, 6), S=st.integers(0, 6), start=st.none() | st.integers(-3, 9))
+@settings(max_examples=40, deadline=None)
+@given(rule=RULES, T=st.sampled_from([0, 1, 4]), S=st.sampled_from([0, 3, 6]),
+       start=st.none() | st.integers(-3, 9))
 def test_dense_mask_is_the_rule_at_every_pair(rule, T, S, start):
     first = S - T if start is None else start
     expected = [[truth(rule, first + t, s) for s in range(S)] for t in range(T)]

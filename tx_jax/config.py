@@ -61,8 +61,8 @@ class ModelConfig:
     positions: str = option("rope", "position scheme: none, sinusoidal, learned, rope(base=...)")
     mask: str = option("causal", "attention mask, as in 'causal & window(256)'")
     score: str = option("scaled_dot", "score function: scaled_dot, dot, additive, bilinear, cosine")
-    scale: str = option("default", "factor on the scores: default, 1/sqrt(d), 1/d, none, log_n(L) or "
-                        "a number")
+    scale: str = option("default", "factor on the scores: default, 1/sqrt(d), 1/d, none, log_n(L) "
+                        "or a number")
     softcap: float = option(0.0, "soft cap on the scaled scores; 0 = off", low=0.0)
     attention: str = option("auto", "attention implementation, by name or module:function")
     dropout: float = option(0.0, "dropout rate on embeddings, attention weights and block outputs",
@@ -103,7 +103,8 @@ class DataConfig:
     """Which text, how it is cut into tokens, and how tokens become batches."""
 
     text: str = option("shakespeare", "shakespeare, austen, bible_en/fr/es, a file, a directory, "
-                       "*.jsonl, *.parquet, or hf:NAME")
+                       "*.jsonl, *.parquet (all but the last also .xz, .gz), or "
+                       "hf:NAME[:CONFIG][:SPLIT]")
     field: str = option("text", "field that holds the text in JSONL, parquet or a hub data set")
     tokenizer: str = option("char", "char, word(vocab=8192), bpe(vocab=2048) or gpt2")
     context: int = option(128, "tokens per row", low=1)

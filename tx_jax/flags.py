@@ -143,7 +143,8 @@ def _convert(leaf: Leaf, value: Any) -> Any:
         return tuple(kind(v) for v in value)
     except ValueError:
         raise UserError(f"--{leaf.name}={','.join(value)} is not a list of {kind.__name__} values; "
-                        f"write it like --{leaf.name}={','.join(map(str, leaf.default))}.") from None
+                        f"write it like --{leaf.name}="
+                        f"{','.join(map(str, leaf.default))}.") from None
 
 
 def _sentence(message: str) -> str:

@@ -1,4 +1,4 @@
-"""A file is an entry: names of a package's public modules, and call strings like `rope(base=5e5)`."""
+"""A file is an entry: names of a package's public modules, and call strings like `rope(base=5)`."""
 
 import ast
 import importlib
@@ -34,7 +34,8 @@ def parse_call(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
                 return node.func.id, args, kwargs
     except (SyntaxError, ValueError):
         pass
-    raise UserError(f"'{spec}' is not of the form name or name(key=value); write it like rope(base=10000).")
+    raise UserError(f"'{spec}' is not of the form name or name(key=value); write it like "
+                    "rope(base=10000).")
 
 
 def load(package: str, name: str, what: str) -> ModuleType:

@@ -28,7 +28,8 @@ def parse_mesh(spec: str) -> dict[str, int]:
         if name in shape:
             raise UserError(f"--mesh={spec} names the axis '{name}' twice; give it once.")
         if not size.isdecimal() or int(size) < 1:
-            raise UserError(f"--mesh={spec} gives '{name}' the size '{size}'; write it like data:2.")
+            raise UserError(f"--mesh={spec} gives '{name}' the size '{size}'; write it like "
+                            "data:2.")
         shape[name] = int(size)
     return {axis: shape.get(axis, 1) for axis in AXES}
 
@@ -50,7 +51,7 @@ def make_mesh(spec: str, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def check_divides(mesh: Mesh, cfg: ModelConfig, rows: int) -> None:
-    """Raise a UserError unless the mesh divides the model's letters and the rows of a micro-batch."""
+    """Raise a UserError unless the mesh divides the letters and the rows of a micro-batch."""
     size = letters.sizes(cfg, 1, 1) | {"B": rows}
     flags = {"D": "--model.d_model", "F": "--model.d_ff", "N": "--model.heads",
              "K": "--model.kv_heads", "B": "rows per micro-batch"}

@@ -30,8 +30,8 @@ def claim(path: str, experiment: str) -> Path:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        raise UserError(f"--workdir={path} cannot be written ({error.strerror}); choose a directory "
-                        "you may write to.") from None
+        raise UserError(f"--workdir={path} cannot be written ({error.strerror}); choose a "
+                        "directory you may write to.") from None
     marker = root / MARKER
     if marker.exists():
         owner = _owner(marker)

@@ -33,12 +33,19 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array | None = None) -> None:
                         f"({shapes}); change one of them.")
 
 
+def _kind(value: Any) -> str:
+    """What a value is, in a few words on one line."""
+    if isinstance(value, jax.Array):
+        return f"an array of {value.dtype} {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+
+
 def check_bias(bias: Any, shape_BNTS: tuple[int, ...]) -> jax.Array | None:
     """The bias as a rank-4 array that broadcasts to [B, N, T, S], or UserError."""
     if bias is None:
         return None
     if not isinstance(bias, jax.Array) or not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise UserError(f"bias must be a floating-point array, not {bias!r:.60}; give True/False "
+        raise UserError(f"bias must be a floating-point array, not {_kind(bias)}; give True/False "
                         "masks as mask.")
     fits = len(bias.shape) <= 4 and all(
         b in (1, full) for b, full in zip(bias.shape[::-1], shape_BNTS[::-1], strict=False))
@@ -69,7 +76,7 @@ def check_options(*, mask: Mask | None, score: ScoreFunction, score_params: Any,
         raise UserError(f"softcap {softcap!r} must be a number above 0, or None for no cap.")
     if dropout is not None:
         if not isinstance(dropout, Dropout):
-            raise UserError(f"dropout must be Dropout(rate, seed), not {dropout!r:.60}.")
+            raise UserError(f"dropout must be Dropout(rate, seed), not {_kind(dropout)}.")
         dropout.check()
     if sink is not None and tuple(jnp.shape(sink)) != (N,):
         raise UserError(f"sink has shape {tuple(jnp.shape(sink))} but must be ({N},): one logit "

@@ -1,0 +1,170 @@
+"""Run a study from flags: `python launch.py --experiment=scaling_ablation --preset=small`.
+
+An experiment is a file of `experiments/` that defines `STUDY`; `--list` shows them, `--help` shows
+the flags of one, `--explain` what a command would do, `--table` rebuilds a table without running.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tx_jax import flags, plugins, workdir
+from tx_jax.errors import UserError, nearest
+from tx_jax.study.driver import explain_study, run_study
+
+LAUNCH = {leaf.name: leaf for leaf in (
+    flags.Leaf("experiment", str, "", {"help": "which study to run"}),
+    flags.Leaf("preset", str, "small", {"help": "size of the study: smoke, small or full"}),
+    flags.Leaf("workdir", str, "", {"help": "where results go; default runs/EXPERIMENT-PRESET"}),
+    flags.Leaf("cpu_devices", int, 0, {"help": "virtual CPU devices; 0 = one per core"}),
+    flags.Leaf("cell", str, "", {"help": "run only the cell with this id"}),
+    flags.Leaf("table", bool, False, {"help": "rebuild table, figures and report; run nothing"}),
+    flags.Leaf("explain", bool, False, {"help": "print settings and cells; run nothing"}),
+    flags.Leaf("list", bool, False, {"help": "list the experiments"}),
+    flags.Leaf("help", bool, False, {"help": "show the flags of the experiment"}),
+)}
+
+
+def experiments() -> list[str]:
+    """Names of the studies: the public modules of `experiments` that define STUDY."""
+    folder = importlib.import_module("experiments").__path__[0]
+    found = []
+    for name in plugins.names("experiments"):
+        with open(os.path.join(folder, f"{name}.py"), encoding="utf-8") as file:
+            if "\nSTUDY = " in file.read():
+                found.append(name)
+    return found
+
+
+def find_experiment(argv: Sequence[str]) -> str:
+    """The value of --experiment, before the flags that depend on it can be defined."""
+    name = ""
+    for i, word in enumerate(argv):
+        key, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and key == "experiment":
+            name = value if equals else (argv[i + 1] if i + 1 < len(argv) else "")
+    options = experiments()
+    if not name:
+        raise UserError(f"no experiment is named; add --experiment=NAME with one of: "
+                        f"{', '.join(options)}.")
+    if name not in options:
+        raise UserError(f"there is no experiment '{name}'{nearest(name, options)}")
+    return name
+
+
+def configure(study: Any, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """(settings, launch flags) from preset and command line.
+
+    Raises:
+      UserError: any mistake on the command line.
+    """
+    base = study.settings()
+    given = flags.parse(argv, base, LAUNCH)
+    options = {name: given.pop(name, leaf.default) for name, leaf in LAUNCH.items()}
+    preset = options["preset"]
+    if preset not in study.presets:
+        raise UserError(f"--preset={preset} is unknown to '{study.name}'"
+                        f"{nearest(preset, study.presets)}")
+    for first, second in (("table", "cell"), ("table", "explain"), ("explain", "cell")):
+        if options[first] and options[second]:
+            raise UserError(f"--{first} and --{second} contradict each other; give one of them.")
+    settings = flags.replace(base, dict(study.presets[preset]))
+    settings = flags.replace(settings, given)
+    flags.check_effective(settings, given, study.swept)
+    options["given"] = given
+    return settings, options
+
+
+def command_of(study: Any, options: dict[str, Any]) -> list[str]:
+    """The command line that reproduces these settings, without the launcher's own switches."""
+    words = ["python", "launch.py", f"--experiment={study.name}", f"--preset={options['preset']}"]
+    for name, value in options["given"].items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words.append(f"--{name}={text}")
+    return words
+
+
+def start_devices(wanted: int) -> None:
+    """One virtual CPU device per core, so that replicas run side by side; no effect on a GPU."""
+    if wanted < 0:
+        raise UserError(f"--cpu_devices={wanted} must be 0 or more.")
+    jax.config.update("jax_num_cpu_devices", wanted or len(os.sched_getaffinity(0)))
+
+
+def show_list(console: Console) -> None:
+    """Print every experiment with the first line of its file."""
+    table = Table("experiment", "what it shows", box=None)
+    for name in experiments():
+        module = importlib.import_module(f"experiments.{name}")
+        table.add_row(name, (module.__doc__ or "").strip().splitlines()[0])
+    console.print(table)
+
+
+def show_flags(console: Console, study: Any) -> None:
+    """Print the flags of an experiment with their defaults in the small preset."""
+    settings = flags.replace(study.settings(), dict(study.presets["small"]))
+    table = Table("flag", "default", "meaning", box=None)
+    for leaf in (*LAUNCH.values(), *flags.leaves(settings).values()):
+        default = leaf.default
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default))
+        help_ = leaf.meta.get("help", "")
+        if leaf.meta.get("choices"):
+            help_ += f" ({', '.join(map(str, leaf.meta['choices']))})"
+        table.add_row(f"--{leaf.name}", escape(str(default)), escape(help_))
+    console.print(escape((importlib.import_module(study.module).__doc__ or "").strip()))
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 0, or 1 after failed cells, or 2 after a mistake."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    console = Console(stderr=False, soft_wrap=True, highlight=False)
+    try:
+        return run(argv, console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+
+
+def run(argv: list[str], console: Console) -> int:
+    """As `main`, but mistakes raise UserError."""
+    if argv in (["--list"], ["--list=true"]):
+        show_list(console)
+        return 0
+    if argv == ["--help"]:
+        console.print((__doc__ or "").strip())
+        show_list(console)
+        return 0
+    name = find_experiment(argv)
+    study = importlib.import_module(f"experiments.{name}").STUDY
+    if "--help" in argv:
+        show_flags(console, study)
+        return 0
+    settings, options = configure(study, argv)
+    if options["list"]:
+        raise UserError("--list stands alone; drop the other flags.")
+    start_devices(options["cpu_devices"])
+    command = command_of(study, options)
+    if options["explain"]:
+        explain_study(study, settings, command, console)
+        return 0
+    root = workdir.claim(options["workdir"] or f"runs/{name}-{options['preset']}", name)
+    if options["workdir"]:
+        command.append(f"--workdir={options['workdir']}")
+    return run_study(study, settings, root, only_table=options["table"],
+                     cell=options["cell"] or None, command=command, console=console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
