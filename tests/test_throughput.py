@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from experiments import throughput
 from tx_jax import letters, models, train
@@ -22,21 +21,24 @@ def without_torch(monkeypatch):
 
 
 def test_without_torch_the_jax_side_runs_and_the_table_says_so(without_torch, tmp_path, capsys):
-    found = throughput.summary(TINY, throughput.measure(TINY))
-    (row,) = found["sides"]
-    assert len(row["tokens_per_second"]) == 2 and min(row["tokens_per_second"]) > 0
-    assert len(row["losses"]) == 3 and np.all(np.isfinite(row["losses"]))
-    assert "ratio" not in found
-    throughput.show(found, Console(width=120))
+    out = tmp_path / "t.json"
+    throughput.main(["--layers=2", "--d_model=8", "--heads=2", "--vocab=11", "--context=6",
+                     "--batch=2", "--steps=1", "--rounds=2", f"--out={out}"])
     printed = capsys.readouterr().out
     assert "tx_jax" in printed and "This Python has no torch" in printed
+    found = json.loads(out.read_text())
+    (row,) = found["sides"]
+    assert found["settings"]["layers"] == 2 and "ratio" not in found
+    assert len(row["tokens_per_second"]) == 2 and min(row["tokens_per_second"]) > 0
+    assert len(row["losses"]) == 3 and np.all(np.isfinite(row["losses"]))
 
 
-def test_main_reads_flags_and_writes_json(without_torch, tmp_path):
-    out = tmp_path / "t.json"
-    throughput.main(["--layers=1", "--d_model=8", "--heads=2", "--vocab=11", "--context=6",
-                     "--batch=2", "--steps=1", "--rounds=1", f"--out={out}"])
-    assert json.loads(out.read_text())["settings"]["layers"] == 1
+def test_the_ratio_is_the_median_over_rounds():
+    sides = [throughput.Side(name, "1", 5, None, seconds, [1.0])
+             for name, seconds in (("a", [1.0, 2.0, 4.0]), ("b", [3.0, 3.0, 4.0]))]
+    found = throughput.summary(TINY, sides)
+    assert found["ratio"] == {"median": 1.5, "low": 1.0, "high": 3.0}
+    assert found["sides"][0]["tokens_per_second"] == [12.0, 6.0, 3.0]
 
 
 def test_an_asked_for_python_without_torch_is_an_error(without_torch):
