@@ -6,7 +6,9 @@ the flags of one, `--explain` what a command would do, `--table` rebuilds a tabl
 
 import importlib
 import os
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from rich.table import Table
 
 from tx_jax import flags, plugins, workdir
 from tx_jax.errors import UserError, nearest
-from tx_jax.study.driver import explain_study, run_study
+from tx_jax.study.driver import run_study
 
 LAUNCH = {leaf.name: leaf for leaf in (
     flags.Leaf("experiment", str, "", {"help": "which study to run"}),
@@ -119,8 +121,22 @@ def show_flags(console: Console, study: Any) -> None:
         if leaf.meta.get("choices"):
             help_ += f" ({', '.join(map(str, leaf.meta['choices']))})"
         table.add_row(f"--{leaf.name}", escape(str(default)), escape(help_))
-    console.print(escape((importlib.import_module(study.module).__doc__ or "").strip()))
+    console.print(escape((importlib.import_module(f"experiments.{study.name}").__doc__ or "").strip()))
     console.print(table)
+
+
+def explain(console: Console, study: Any, settings: Any, command: Sequence[str]) -> None:
+    """Print what a command would run: settings, and cells by part and group."""
+    console.print(escape(f"{study.title}: {shlex.join(command)}"))
+    table = Table("setting", "value", box=None)
+    for name, leaf in flags.leaves(settings).items():
+        table.add_row(name, escape(str(leaf.default)))
+    console.print(table)
+    cells = study.cells(settings)
+    parts = Counter(cell.part for cell in cells)
+    programs = len({study.group(cell) for cell in cells})
+    console.print(f"{len(cells)} cells ({', '.join(f'{n} {part}' for part, n in parts.items())}) "
+                  f"in {programs} programs.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,13 +173,14 @@ def run(argv: list[str], console: Console) -> int:
     start_devices(options["cpu_devices"])
     command = command_of(study, options)
     if options["explain"]:
-        explain_study(study, settings, command, console)
+        explain(console, study, settings, command)
         return 0
     root = workdir.claim(options["workdir"] or f"runs/{name}-{options['preset']}", name)
     if options["workdir"]:
         command.append(f"--workdir={options['workdir']}")
-    return run_study(study, settings, root, only_table=options["table"],
-                     cell=options["cell"] or None, command=command, console=console)
+    outcome = run_study(study, settings, root, only_table=options["table"],
+                        cell=options["cell"] or None, command=command, console=console)
+    return 1 if outcome.failures else 0
 
 
 if __name__ == "__main__":

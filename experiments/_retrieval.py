@@ -5,7 +5,6 @@ value that stands with that key. No feed-forward layer, no norm: the score funct
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -98,11 +97,8 @@ def loss(params: Any, task: Task, batch: Any, scale: jax.Array) -> tuple[jax.Arr
     return nats / count, jnp.mean(hits.astype(jnp.float32))
 
 
-@partial(jax.jit, static_argnames=("task",))
-def at_init(task: Task, key: jax.Array, q_gain: jax.Array, scale: jax.Array,
-            batch: Any) -> dict[str, jax.Array]:
+def at_init(task: Task, params: Any, batch: Any, scale: jax.Array) -> dict[str, jax.Array]:
     """Saturated rows, mean largest weight and gradient norm of W_q before training."""
-    params = init(task, key, q_gain)
     q_BTNH, k_BSNH, _ = _queries_and_keys(params, batch)
     weights_BNTS, _ = attention_weights(q_BTNH, k_BSNH, score=task.score, scale=scale,
                                         score_params=params["score"])
@@ -118,12 +114,15 @@ def program(task: Task, chunk: int) -> Program:
 
     replica: {"key", "lr", "scale", "q_gain", "stream"}; stream is the row of `shared` it trains on.
     shared: `draw` of every seed, stacked on a leading axis. Record: loss and accuracy, [chunk].
+    The carry keeps `at_init`.
     """
 
     def start(replica, shared):
         params = init(task, replica["key"], replica["q_gain"])
+        first = jax.tree.map(lambda x: x[replica["stream"], 0], shared)
         return {"params": params, "adam": optax.adam(1.0).init(params),
-                "step": jnp.zeros((), jnp.int32)}
+                "step": jnp.zeros((), jnp.int32),
+                "at_init": at_init(task, params, first, replica["scale"])}
 
     def step(replica, carry, shared):
         batches = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(
@@ -139,7 +138,7 @@ def program(task: Task, chunk: int) -> Program:
             return (optax.apply_updates(params, updates), adam), (nats, hits)
 
         (params, adam), (nats, hits) = jax.lax.scan(one, (carry["params"], carry["adam"]), batches)
-        carry = {"params": params, "adam": adam, "step": carry["step"] + chunk}
+        carry = carry | {"params": params, "adam": adam, "step": carry["step"] + chunk}
         return carry, {"loss": nats, "accuracy": hits}
 
     return Program(start, step)

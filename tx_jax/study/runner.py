@@ -268,9 +268,12 @@ def compile_runner(program: Program, layout: Layout, replicas: Tree, replica_key
                      in_specs=(slot, whole))
     all_step = shard(_over_group(step, layout), in_specs=(slot, slot, slot, whole))
     members, active = slot_shapes(one), slot_shapes(jax.ShapeDtypeStruct((), np.bool_))
+    # Devices of a CPU are its threads: with several busy, splitting each matmul again only costs.
+    alone = len(layout.devices) > 1 and layout.devices[0].platform == "cpu"
+    options = {"xla_cpu_multi_thread_eigen": False} if alone else None
     init_fn = jax.jit(all_init).lower(members, common).compile()
     step_fn = jax.jit(all_step, donate_argnums=2).lower(
-        active, members, slot_shapes(carry), common).compile()
+        active, members, slot_shapes(carry), common).compile(compiler_options=options)
     return Runner(layout, init_fn, step_fn, found[0], count_flops(chunk, one, carry, common),
                   time.perf_counter() - began)
 
