@@ -124,8 +124,8 @@ def lm_loss(params: Params, key: jax.Array, shared: jax.Array) -> jax.Array:
 def tasks() -> dict[str, tuple[Program, Any, int]]:
     """name -> (program, shared, chunks)."""
     text = jax.random.randint(jax.random.key(7), (100_000,), 0, 65)
-    return {"retrieval": (make_program(retrieval_params, retrieval_loss, 50), {}, 8),
-            "language model": (make_program(lm_params, lm_loss, 10), text, 4)}
+    return {"retrieval": (make_program(retrieval_params, retrieval_loss, 25), {}, 4),
+            "language model": (make_program(lm_params, lm_loss, 4), text, 2)}
 
 
 def measure(task: tuple[Program, Any, int], seeds: int, repeats: int,
