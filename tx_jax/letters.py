@@ -69,8 +69,8 @@ def ein(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
 def place(letters: str, x: jax.Array) -> jax.Array:
     """Constrain an activation to the activation table; the identity where no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return x
+    if mesh.size == 1 or not {"data", "fsdp", "tensor"} <= set(mesh.axis_names):
+        return x  # no mesh, or one of somebody else, such as the replica axis of a study
     spec = _spec(letters, x.shape, ACTIVATION_AXES, mesh.shape)
     return jax.lax.with_sharding_constraint(x, spec)
 
