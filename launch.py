@@ -121,7 +121,8 @@ def show_flags(console: Console, study: Any) -> None:
         if leaf.meta.get("choices"):
             help_ += f" ({', '.join(map(str, leaf.meta['choices']))})"
         table.add_row(f"--{leaf.name}", escape(str(default)), escape(help_))
-    console.print(escape((importlib.import_module(f"experiments.{study.name}").__doc__ or "").strip()))
+    module = importlib.import_module(f"experiments.{study.name}")
+    console.print(escape((module.__doc__ or "").strip()))
     console.print(table)
 
 

@@ -41,8 +41,8 @@ def make_report(rows: list[Row], *, arms: Sequence[str], baseline: str,
          "Read the tables by learning rate. At a small learning rate and small d_k the arms look "
          "alike; the effect shows in how far the learning rate can be raised."),
         verdicts=tuple(verdicts), tables=tuple(found_tables), figures=tuple(found_figures),
-        notes=("A run of this size cannot show BLEU differences, the final loss of large models, or "
-               "differences between 1/d and 1/sqrt(d) under learning-rate transfer over widths.",
+        notes=("A run of this size cannot show BLEU differences, the final loss of large models, "
+               "or differences between 1/d and 1/sqrt(d) under learning-rate transfer over widths.",
                "Intervals are 95 % t-intervals over seeds; p-values are paired and corrected by "
                "Holm over the arms of a group. With n seeds the exact permutation p cannot fall "
                "below 2^(1-n).",
