@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers import make_params
 from tx_jax import letters, models, sharding
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
@@ -17,7 +18,7 @@ V, T, B = 10, 8, 8
 @pytest.fixture(scope="module")
 def problem():
     model = models.build(CFG, V, T)
-    params = models.init(model, jax.random.key(0))
+    params = make_params(model)
     tokens = jax.random.randint(jax.random.key(1), (B, T), 0, V, jnp.int32)
     batch = {"tokens_BT": tokens, "targets_BT": jnp.roll(tokens, -1, axis=1).at[:, -1].set(-1)}
 

@@ -36,7 +36,7 @@ def leaves(settings: Any, prefix: str = "") -> dict[str, Leaf]:
     return found
 
 
-def replace(settings: Any, changes: Mapping[str, Any]) -> Any:
+def replace(settings: Any, changes: Mapping[str, Any], prefix: str = "") -> Any:
     """Return `settings` with dotted fields replaced; each dataclass validates itself again.
 
     All changes of one nested dataclass arrive together, so that their order cannot matter.
@@ -50,13 +50,14 @@ def replace(settings: Any, changes: Mapping[str, Any]) -> Any:
     for dotted, value in changes.items():
         head, _, rest = dotted.partition(".")
         if head not in names:
-            raise UserError(f"there is no setting '{dotted}'{nearest(dotted, leaves(settings))}")
+            raise UserError(f"there is no setting '{prefix}{dotted}'"
+                            f"{nearest(prefix + dotted, leaves(settings, prefix))}")
         if rest:
             nested.setdefault(head, {})[rest] = value
         else:
             own[head] = value
     for head, inner in nested.items():
-        own[head] = replace(getattr(settings, head), inner)
+        own[head] = replace(getattr(settings, head), inner, f"{prefix}{head}.")
     return dataclasses.replace(settings, **own)
 
 

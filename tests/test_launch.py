@@ -1,0 +1,107 @@
+"""The command line: what it lists, explains and refuses, and a study from flag to report."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch
+from tx_jax.study.cells import canonical
+
+ROOT = Path(launch.__file__).parent
+SCALING = "--experiment=scaling_ablation"
+
+
+def run(capsys, *argv):
+    status = launch.main(list(argv))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_list_names_every_study(capsys):
+    status, out, _ = run(capsys, "--list")
+    assert status == 0
+    assert "scaling_ablation" in out and "language_model" in out and "throughput" not in out
+
+
+def test_help_shows_flags_with_defaults(capsys):
+    status, out, _ = run(capsys, SCALING, "--help")
+    assert status == 0 and "--retrieval.lrs" in out and "0.001,0.003,0.01" in out
+
+
+def test_explain_runs_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, SCALING, "--preset=smoke", "--explain", "--cpu_devices=8")
+    assert status == 0 and "cells" in out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("argv", "words"), [
+    ([], "no experiment is named"),
+    (["--experiment=scaling_abblation"], "did you mean 'scaling_ablation'"),
+    (["--experiment"], "no experiment is named"),
+    ([SCALING, "--preset=smal"], "did you mean 'small'"),
+    ([SCALING, "--seed=5"], "did you mean 'seeds'"),
+    ([SCALING, "--retreival.steps=100"], "did you mean 'retrieval.steps'"),
+    ([SCALING, "--retrieval.steps=150"], "not a multiple of 100; try 200"),
+    ([SCALING, "--arms=dot"], "lacks 'scaled_dot'"),
+    ([SCALING, "--arms=scaled_dot,doot"], "did you mean 'dot'"),
+    ([SCALING, "--model.d_model=4"], "no flag --model.d_model"),
+    ([SCALING, "--table", "--cell=abc"], "contradict"),
+    ([SCALING, "--cpu_devices=-1"], "--cpu_devices=-1"),
+    ([SCALING, "--workdir=/proc/x"], "cannot be written"),
+    (["--experiment=language_model", "--mesh=dta:2"], "did you mean 'data'"),
+    (["--experiment=language_model", "--optim.accumulate=3"], "does not divide"),
+    (["--experiment=language_model", "--parts=initial"], "no flag --parts"),
+])
+def test_a_mistake_is_one_sentence_and_status_2(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(capsys, *argv)
+    assert status == 2 and words in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in out + err
+
+
+def test_a_foreign_workdir_is_refused(capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    status, _, err = run(capsys, SCALING, "--preset=smoke", f"--workdir={tmp_path}",
+                         "--cpu_devices=8")
+    assert status == 2 and "not empty" in err
+
+
+SMALL = ("--preset=smoke", "--parts=initial", "--initial.d_k=4,64", "--cpu_devices=8")
+
+
+def test_a_study_from_flag_to_report_and_again(capsys, tmp_path):
+    """The whole way: run, skip what is finished, rebuild the table, reproduce a cell."""
+    where = f"--workdir={tmp_path / 'run'}"
+    status, out, _ = run(capsys, SCALING, *SMALL, where)
+    assert status == 0 and "8 to run" in out
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "http://" not in report.replace("http://www.w3.org", "") and "data:image/png" in report
+    table = (tmp_path / "run" / "table.md").read_text()
+    ledger = (tmp_path / "run" / "results.jsonl").read_text()
+    rows = [json.loads(line) for line in ledger.splitlines()]
+    assert len(rows) == 8 and all(r["status"] == "ok" for r in rows)
+
+    status, out, _ = run(capsys, SCALING, *SMALL, where)
+    assert status == 0 and "8 finished before, 0 to run" in out
+    status, out, _ = run(capsys, SCALING, *SMALL, where, "--table")
+    assert status == 0 and (tmp_path / "run" / "table.md").read_text() == table
+    status, out, _ = run(capsys, SCALING, *SMALL, where, "--initial.rows=100", "--table")
+    assert status == 0 and "8 of 8 cells are missing" in out
+    again = rows[3]["fingerprint"][:10]
+    status, out, _ = run(capsys, SCALING, *SMALL, where, f"--cell={again}")
+    assert status == 0 and canonical(rows[3]["metrics"]["entropy"]) in out
+    status, _, err = run(capsys, SCALING, *SMALL, where, "--cell=feedfacade")
+    assert status == 2 and "feedfacade" in err
+
+
+@pytest.mark.slow
+def test_the_smoke_preset_runs_from_another_directory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), SCALING, "--preset=smoke", "--workdir=run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "report.html").exists()
+    assert "Character language model" in (tmp_path / "run" / "table.md").read_text()
