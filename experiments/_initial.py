@@ -34,8 +34,9 @@ def softmax_at_init(key: jax.Array, score: ScoreFunction, scale: jax.Array, *, d
         return score.logits(params, q_H[None, None, None], k_H[None, None, None])[0, 0, 0, 0]
 
     def row(row_key: jax.Array) -> dict[str, jax.Array]:
-        q_H, k_SH = (jax.random.normal(k, shape, jnp.float32) for k, shape in
-                     zip(jax.random.split(row_key), ((d_k,), (n, d_k)), strict=True))
+        # One draw for both: each would cost its own compilation.
+        both = jax.random.normal(row_key, (n + 1, d_k), jnp.float32)
+        q_H, k_SH = both[0], both[1:]
         logit_S, slope_SH = jax.vmap(jax.value_and_grad(logit), (None, 0))(q_H, k_SH)
         weight_S = jax.nn.softmax(scale * logit_S)
         # d(weight_s)/dq = weight_s * (d(logit_s)/dq - sum_u weight_u d(logit_u)/dq)

@@ -84,7 +84,7 @@ class Retrieval:
 
     d_k: tuple[int, ...] = option((16, 64, 256), "key widths")
     lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2), "learning rates")
-    steps: int = option(1000, "optimizer steps; a multiple of 100", low=100)
+    steps: int = option(500, "optimizer steps; a multiple of 100", low=100)
 
     def __post_init__(self) -> None:
         check(self, "retrieval")
@@ -101,7 +101,7 @@ class CharLM:
     d_k: tuple[int, ...] = option((16, 256), "key widths; one head")
     lrs: tuple[float, ...] = option((1e-3, 1e-2), "learning rates")
     seeds: int = option(3, "seeds", low=1)
-    steps: int = option(300, "optimizer steps; a multiple of 10", low=10)
+    steps: int = option(200, "optimizer steps; a multiple of 10", low=10)
     batch: int = option(16, "rows per step", low=1)
     context: int = option(64, "characters per row", low=2)
     layers: int = option(2, "blocks", low=1)
@@ -209,15 +209,15 @@ def _replicas(members: list[Cell]) -> tuple[dict[str, Any], list[int]]:
 
 
 def _train(settings, members, context, program, replicas, shared, chunks):
-    """Run the group; the strategy is timed once per part and kept for its other shapes."""
-    part = members[0].part
+    """Run the group; the strategy is timed once per part and width, and kept for its other arms."""
+    key = members[0].part, members[0].axis["d_k"]
     strategy = settings.strategy
     if strategy == "auto":
-        strategy = context.strategies.get((part, len(members)), "auto")
+        strategy = context.strategies.get(key, "auto")
     result = run_replicas(program, replicas, shared, chunks, strategy=strategy,
                           cache=context.cache,
                           progress=lambda done: context.advance(done / chunks))
-    context.strategies[part, len(members)] = result.strategy
+    context.strategies[key] = result.strategy
     return result
 
 
