@@ -128,7 +128,7 @@ class OptimConfig:
                           when=("schedule", ("cosine", "linear"), "a constant schedule has no end"))
     b1: float = option(0.9, "AdamW first-moment decay", low=0.0, high=0.9999)
     b2: float = option(0.99, "AdamW second-moment decay", low=0.0, high=0.999999)
-    eps: float = option(1e-8, "AdamW denominator offset", low=0.0)
+    eps: float = option(1e-8, "AdamW denominator offset", low=1e-20)
     weight_decay: float = option(0.1, "AdamW decay of matrices (never of norms, biases or scalars)",
                                  low=0.0)
     clip: float = option(1.0, "clip the global gradient norm here; 0 = off", low=0.0)
