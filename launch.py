@@ -77,11 +77,27 @@ def configure(study: Any, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     for first, second in (("table", "cell"), ("table", "explain"), ("explain", "cell")):
         if options[first] and options[second]:
             raise UserError(f"--{first} and --{second} contradict each other; give one of them.")
-    settings = flags.replace(base, dict(study.presets[preset]))
-    settings = flags.replace(settings, given)
+    base = flags.replace(base, dict(study.presets[preset]))
+    settings = flags.replace(base, given)
     flags.check_effective(settings, given, study.swept)
+    check_changes_cells(study, settings, base, given)
     options["given"] = given
     return settings, options
+
+
+def check_changes_cells(study: Any, settings: Any, base: Any, given: dict[str, Any]) -> None:
+    """Refuse a flag without which the very same cells would run."""
+    usual, cells = flags.leaves(base), study.cells(settings)
+    for name, value in given.items():
+        if value == usual[name].default or usual[name].meta.get("run_only"):
+            continue
+        try:
+            without = study.cells(flags.replace(settings, {name: usual[name].default}))
+        except UserError:
+            continue  # the settings are impossible without it: it matters
+        if without == cells:
+            raise UserError(f"--{name}={value} has no effect with these settings, as the same "
+                            "cells would run without it; drop it.")
 
 
 def command_of(study: Any, options: dict[str, Any]) -> list[str]:

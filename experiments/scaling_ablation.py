@@ -124,7 +124,8 @@ class Settings:
     arms: tuple[str, ...] = option(tuple(ARMS), f"arms: {', '.join(ARMS)}")
     attention: str = option("auto", "attention implementation, by name or module:function")
     strategy: str = option("auto", "how seeds run side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"))
+                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
+                           run_only=True)
     initial: Initial = field(default_factory=Initial)
     retrieval: Retrieval = field(default_factory=Retrieval)
     lm: CharLM = field(default_factory=CharLM)

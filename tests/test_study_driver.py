@@ -43,7 +43,7 @@ def make_study(ran, fail=lambda cell: False):
         return Report("Toy", (), tables=(ablation_table(rows, "loss", "a", title="Loss"),))
 
     return Study("toy", "A toy study", Settings, {"smoke": {"seeds": 1}}, cells, run, report,
-                 swept=("arms",))
+                 swept={"arm": "arms"})
 
 
 def go(study, tmp_path, settings=None, **options):

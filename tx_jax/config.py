@@ -12,14 +12,17 @@ from typing import Any
 from tx_jax.errors import UserError, nearest
 
 
-def option(default: Any, help: str, *, choices=None, low=None, high=None, when=None) -> Any:
+def option(default: Any, help: str, *, choices=None, low=None, high=None, when=None,
+           run_only: bool = False) -> Any:
     """A dataclass field with help and validation.
 
     Args:
-      when: (sibling field, tuple of values, reason) or None; the field has an effect only while the
-        sibling has one of these values. A value may be a prefix of a call string, as in `bpe(...)`.
+      when: (sibling field, function of its value, reason) or None; the field has an effect only
+        while the function is true.
+      run_only: the field changes how a run goes, never what it gives.
     """
-    meta = {"help": help, "choices": choices, "low": low, "high": high, "when": when}
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "when": when,
+            "run_only": run_only}
     return field(default=default, metadata=meta)
 
 
@@ -49,12 +52,14 @@ class ModelConfig:
     heads: int = option(4, "query heads N", low=1)
     kv_heads: int = option(0, "key/value heads K; 0 = as many as query heads", low=0)
     head_dim: int = option(0, "head width H; 0 = d_model / heads", low=0)
-    d_ff: int = option(0, "hidden width F of the MLP; 0 = 4 * d_model", low=0)
+    d_ff: int = option(0, "hidden width F of the MLP; 0 = 4 * d_model", low=0,
+                       when=("mlp", lambda mlp: mlp != "none", "there is no MLP"))
     mlp: str = option("gelu", "feed-forward layer",
                       choices=("relu", "gelu", "gelu_exact", "silu", "relu2", "swiglu", "geglu",
                                "none"))
     norm: str = option("rms", "normalisation", choices=("rms", "layer", "none"))
-    norm_position: str = option("pre", "where the norm stands", choices=("pre", "post", "sandwich"))
+    norm_position: str = option("pre", "where the norm stands", choices=("pre", "post", "sandwich"),
+                                when=("norm", lambda norm: norm != "none", "there is no norm"))
     residual: bool = option(True, "residual connections")
     embeddings: str = option("tied", "output head shares the embedding table or not",
                              choices=("tied", "untied"))
@@ -105,7 +110,10 @@ class DataConfig:
     text: str = option("shakespeare", "shakespeare, austen, bible_en/fr/es, a file, a directory, "
                        "*.jsonl, *.parquet (all but the last also .xz, .gz), or "
                        "hf:NAME[:CONFIG][:SPLIT]")
-    field: str = option("text", "field that holds the text in JSONL, parquet or a hub data set")
+    field: str = option("text", "field that holds the text in JSONL, parquet or a hub data set",
+                        when=("text", lambda text: text.startswith("hf:") or any(
+                            kind in text for kind in (".jsonl", ".ndjson", ".parquet")),
+                            "this text has no fields"))
     tokenizer: str = option("char", "char, word(vocab=8192), bpe(vocab=2048) or gpt2")
     context: int = option(128, "tokens per row", low=1)
     packing: str = option("windows", "windows of one long stream, or documents packed into rows "
@@ -125,7 +133,8 @@ class OptimConfig:
                            choices=("cosine", "linear", "constant"))
     warmup: float = option(0.05, "share of the steps spent warming up", low=0.0, high=1.0)
     floor: float = option(0.1, "final learning rate as a share of the peak", low=0.0, high=1.0,
-                          when=("schedule", ("cosine", "linear"), "a constant schedule has no end"))
+                          when=("schedule", lambda name: name != "constant",
+                                "a constant schedule has no end"))
     b1: float = option(0.9, "AdamW first-moment decay", low=0.0, high=0.9999)
     b2: float = option(0.99, "AdamW second-moment decay", low=0.0, high=0.999999)
     eps: float = option(1e-8, "AdamW denominator offset", low=1e-20)

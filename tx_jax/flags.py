@@ -112,13 +112,12 @@ def check_effective(settings: Any, given: Iterable[str], swept: Mapping[str, str
                             f"use --{swept[name]}.")
         when = known[name].meta.get("when")
         if when:
-            sibling, allowed, reason = when
+            sibling, holds, reason = when
             path = name.rpartition(".")[0]
             other = f"{path}.{sibling}" if path else sibling
-            value = str(known[other].default).partition("(")[0]
-            if value not in [str(a) for a in allowed]:
+            if not holds(known[other].default):
                 raise UserError(f"--{name} has no effect with --{other}={known[other].default}, "
-                                f"since {reason}; drop it or set --{other}={allowed[0]}.")
+                                f"since {reason}; drop it or change --{other}.")
 
 
 def _define(values: absl_flags.FlagValues, leaf: Leaf) -> None:

@@ -62,7 +62,8 @@ class Study:
         soon as it is finished.
       report: (settings, finished rows in the order of `cells`) -> Report. Pure. Every row has a
         "command" that reproduces it.
-      swept: settings fields that `cells` turns into axes.
+      swept: settings leaf -> the leaf that decides it, because `cells` sweeps it; the launcher
+        refuses the former.
       group: cell -> key; cells of one key go to one call of `run` and train as one program.
       data: settings -> hash of the data read.
       packages, files: sources that determine the results besides `tx_jax`.
@@ -75,7 +76,7 @@ class Study:
     cells: Callable[[Any], list[Cell]]
     run: Callable[[Any, list[Cell], Context], Iterator[tuple[Cell, Measured]]]
     report: Callable[[Any, list[Row]], Report]
-    swept: tuple[str, ...] = ()
+    swept: Mapping[str, str] = field(default_factory=dict)
     group: Callable[[Cell], Hashable] = lambda cell: (cell.part, cell.arm, cell.axes)
     data: Callable[[Any], str] = lambda settings: ""
     packages: tuple[str, ...] = ("tx_jax",)
@@ -192,17 +193,22 @@ def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger
             except Exception as e:  # One bad cell must not lose the others.
                 left = [c for c in members if c not in done]
                 if len(members) > 1:
+                    console.print(f"{len(left)} cells failed together ({_one_line(e)}); they run "
+                                  "one by one now.", markup=False, highlight=False)
                     queue[:0] = [[c] for c in left]
                 else:
                     failures += [_failure(c, e, plan) for c in left]
     return tuple(failures)
 
 
+def _one_line(e: Exception) -> str:
+    text = str(e).strip().splitlines()[0] if str(e).strip() else "no message"
+    return text if isinstance(e, UserError) else f"{type(e).__name__}: {text}"
+
+
 def _failure(cell: Cell, e: Exception, plan: _Plan) -> Failure:
-    error = str(e).strip().splitlines()[0] if str(e).strip() else "no message"
-    if not isinstance(e, UserError):
-        error = f"{type(e).__name__}: {error}"
-    return Failure(cell, error, "".join(traceback.format_exception(e)), plan.command_of(cell))
+    trace = "".join(traceback.format_exception(e))
+    return Failure(cell, _one_line(e), trace, plan.command_of(cell))
 
 
 def _one(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger, name: str,
