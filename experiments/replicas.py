@@ -5,8 +5,8 @@
 Minutes on 2 CPU cores. Warm times in one process, strategies interleaved, medians of the ratio to
 "sequential" within a round. Targets on 2 cores with the strategy picked automatically: at most 0.6
 for the retrieval task, at most 0.85 for the language model. The column "cores" is CPU time over
-wall time: where "queue" shows well under the number of devices, other processes held the cores and the
-ratios say little.
+wall time: where "queue" shows well under the number of devices, other processes held the cores and
+the ratios say little.
 """
 
 import argparse
@@ -183,6 +183,7 @@ def main() -> None:
         for s, times in seconds.items():
             ratios = [t / base for t, base in zip(times, seconds["sequential"], strict=True)]
             table.add_row(s, f"{statistics.median(times):.3f}", f"{statistics.median(ratios):.2f}",
+                          f"{min(times) / min(seconds['sequential']):.2f}",
                           f"{statistics.median(cores[s]):.2f}",
                           f"{results[s].compile_seconds:.1f}", f"{results[s].records[0, -1]:.4f}")
         console.print(table)
