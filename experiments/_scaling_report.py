@@ -113,7 +113,9 @@ def _retrieval(rows, arms, baseline, steps):
                                    "is on fresh data, averaged over 10 steps."),
         tables.ablation_table(rows, "final_loss", baseline, by=("d_k", "lr"), arms=arms,
                               title="Retrieval: final loss", label="final loss (nats)",
-                              caption="Mean of the last 50 steps, on fresh data."),
+                              caption="Mean of the last 50 steps, on fresh data. Unless "
+                                      "--noretrieval.stop_when_solved is given, a run ends once "
+                                      "50 steps are answered 99.95 % right."),
         tables.times_table(tuned, "steps_to_99.9", steps, baseline, by=("d_k",), show=("lr",),
                            arms=arms, title="Retrieval at each arm's best learning rate",
                            label="steps to 99.9 %", notes=tuple(notes),

@@ -44,7 +44,7 @@ def test_explain_runs_nothing(capsys, tmp_path, monkeypatch):
     ([SCALING, "--preset=smal"], "did you mean 'small'"),
     ([SCALING, "--seed=5"], "did you mean 'seeds'"),
     ([SCALING, "--retreival.steps=100"], "did you mean 'retrieval.steps'"),
-    ([SCALING, "--retrieval.steps=150"], "not a multiple of 100; try 200"),
+    ([SCALING, "--retrieval.steps=120"], "not a multiple of 50; try 150"),
     ([SCALING, "--arms=dot"], "lacks 'scaled_dot'"),
     ([SCALING, "--arms=scaled_dot,doot"], "did you mean 'dot'"),
     ([SCALING, "--model.d_model=4"], "no flag --model.d_model"),
