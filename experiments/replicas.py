@@ -4,9 +4,9 @@
 
 Minutes on 2 CPU cores. Warm times in one process, strategies interleaved, medians of the ratio to
 "sequential" within a round. Targets on 2 cores with the strategy picked automatically: at most 0.6
-for the retrieval task, at most 0.85 for the language model. The column "cores" is CPU time over
-wall time: where "queue" shows well under the number of devices, other processes held the cores and
-the ratios say little.
+for the retrieval task, at most 0.85 for the language model. "cores" is CPU time over wall time:
+where "queue" shows well under the number of devices, other processes held the cores and the ratios
+say little. "quietest" divides the shortest times, which such disturbance touches least.
 """
 
 import argparse
@@ -177,7 +177,7 @@ def main() -> None:
         picked = results["auto"]
         table = Table(title=f"{name}: {args.seeds} seeds, {len(devices)} x "
                             f"{devices[0].device_kind}, auto picked {picked.strategy}")
-        for column in ("strategy", "seconds", "ratio to sequential", "cores", "compile s",
+        for column in ("strategy", "seconds", "ratio", "quietest", "cores", "compile s",
                        "last loss"):
             table.add_column(column, justify="left" if column == "strategy" else "right")
         for s, times in seconds.items():
