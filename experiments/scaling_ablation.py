@@ -69,7 +69,7 @@ class Initial:
 
     d_k: tuple[int, ...] = option((16, 64, 256, 1024), "key widths")
     keys: int = option(64, "keys per query", low=2)
-    rows: int = option(500, "queries per seed; a multiple of 50", low=50)
+    rows: int = option(200, "queries per seed; a multiple of 50", low=50)
 
     def __post_init__(self) -> None:
         check(self, "initial")
@@ -100,7 +100,7 @@ class CharLM:
 
     arms: tuple[str, ...] = option(("scaled_dot", "dot"), "arms")
     d_k: tuple[int, ...] = option((16, 256), "key widths; one head")
-    lrs: tuple[float, ...] = option((1e-3, 1e-2), "learning rates")
+    lrs: tuple[float, ...] = option((1e-3, 1e-2, 3e-2), "learning rates")
     seeds: int = option(3, "seeds", low=1)
     steps: int = option(200, "optimizer steps; a multiple of 10", low=10)
     batch: int = option(16, "rows per step", low=1)
@@ -213,8 +213,10 @@ def _replicas(members: list[Cell]) -> tuple[dict[str, Any], list[int]]:
 
 
 def _train(settings, members, context, program, replicas, shared, chunks, stop=None):
-    """Run the group; the strategy is timed once per part and width, and kept for its other arms."""
-    key = members[0].part, members[0].axis["d_k"]
+    """Run the group; the strategy is timed once per part, and for retrieval once per width."""
+    part, d_k = members[0].part, members[0].axis["d_k"]
+    # The language model compiles for longer than a wrong choice between widths would cost.
+    key = part if part == "char_lm" else (part, d_k)
     strategy = settings.strategy
     if strategy == "auto":
         strategy = context.strategies.get(key, "auto")
