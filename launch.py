@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -160,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 0, or 1 after failed cells, or 2 after a mistake."""
     argv = list(sys.argv[1:] if argv is None else argv)
     console = Console(stderr=False, soft_wrap=True, highlight=False)
+    # Errors reach the user as our one sentence; the checkpoint library would log its trace as well.
+    logging.set_verbosity(logging.FATAL)
     try:
         return run(argv, console)
     except UserError as error:
