@@ -163,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=False, soft_wrap=True, highlight=False)
     # Errors reach the user as our one sentence; the checkpoint library would log its trace as well.
     logging.set_verbosity(logging.FATAL)
+    sys.path.append(os.getcwd())  # where `module:function` of a user may lie
     try:
         return run(argv, console)
     except UserError as error:
@@ -190,12 +191,12 @@ def run(argv: list[str], console: Console) -> int:
     settings, options = configure(study, argv)
     if options["list"]:
         raise UserError("--list stands alone; drop the other flags.")
-    start_devices(options["cpu_devices"])
     command = command_of(study, options)
     if options["explain"]:
         explain(console, study, settings, command)
         return 0
     root = workdir.claim(options["workdir"] or f"runs/{name}-{options['preset']}", name)
+    start_devices(options["cpu_devices"])
     if options["workdir"]:
         command.append(f"--workdir={options['workdir']}")
     outcome = run_study(study, settings, root, only_table=options["table"],

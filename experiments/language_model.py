@@ -21,8 +21,8 @@ from typing import Any
 import jax
 
 from tx_jax import letters, sharding
-from tx_jax.attention import implementations
-from tx_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, option
+from tx_jax.attention import implementations, source_hash
+from tx_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, check, option
 from tx_jax.data import load_text
 from tx_jax.errors import UserError
 from tx_jax.fit import RunConfig, fit
@@ -46,6 +46,7 @@ class Settings:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        check(self, "")
         sharding.parse_mesh(self.mesh)
         if self.train.batch % self.optim.accumulate:
             raise UserError(f"--optim.accumulate={self.optim.accumulate} does not divide "
@@ -56,7 +57,8 @@ def cells(settings: Settings) -> list[Cell]:
     """One cell per seed."""
     train = dataclasses.replace(settings.train, seed=0)
     own = canonical({"model": settings.model, "data": settings.data, "optim": settings.optim,
-                     "train": train, "mesh": settings.mesh})
+                     "train": train, "mesh": settings.mesh,
+                     "attention_code": source_hash(settings.model.attention)})
     return [Cell("language_model", "train", "model", (), settings.train.seed + i, own)
             for i in range(settings.seeds)]
 

@@ -28,7 +28,7 @@ import numpy as np
 from experiments import _char_lm, _retrieval
 from experiments._initial import softmax_at_init
 from experiments._scaling_report import make_report
-from tx_jax.attention import make_score, request_of, resolve
+from tx_jax.attention import make_score, request_of, resolve, source_hash
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, option
 from tx_jax.data import load_text, prepare, window_starts
 from tx_jax.errors import UserError, nearest
@@ -67,7 +67,7 @@ PARTS = ("initial", "retrieval", "char_lm")
 class Initial:
     """Part `initial`."""
 
-    d_k: tuple[int, ...] = option((16, 64, 256, 1024), "key widths")
+    d_k: tuple[int, ...] = option((16, 64, 256, 1024), "key widths", low=1)
     keys: int = option(64, "keys per query", low=2)
     rows: int = option(200, "queries per seed; a multiple of 50", low=50)
 
@@ -82,8 +82,8 @@ class Initial:
 class Retrieval:
     """Part `retrieval`."""
 
-    d_k: tuple[int, ...] = option((16, 64, 256), "key widths")
-    lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2), "learning rates")
+    d_k: tuple[int, ...] = option((16, 64, 256), "key widths", low=1)
+    lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2), "learning rates", low=0.0)
     steps: int = option(400, "optimizer steps; a multiple of 50", low=50)
     stop_when_solved: bool = option(True, "end a run once 50 steps are answered 99.95 % right")
 
@@ -99,8 +99,8 @@ class CharLM:
     """Part `char_lm`."""
 
     arms: tuple[str, ...] = option(("scaled_dot", "dot"), "arms")
-    d_k: tuple[int, ...] = option((16, 256), "key widths; one head")
-    lrs: tuple[float, ...] = option((1e-3, 1e-2, 3e-2), "learning rates")
+    d_k: tuple[int, ...] = option((16, 256), "key widths; one head", low=1)
+    lrs: tuple[float, ...] = option((1e-3, 1e-2, 3e-2), "learning rates", low=0.0)
     seeds: int = option(3, "seeds", low=1)
     steps: int = option(200, "optimizer steps; a multiple of 10", low=10)
     batch: int = option(16, "rows per step", low=1)
@@ -144,6 +144,8 @@ class Settings:
             if BASELINE not in names:
                 raise UserError(f"--{flag}={','.join(names)} lacks '{BASELINE}', to which every "
                                 "arm is compared; add it.")
+        for score in sorted({ARMS[arm].score for arm in (*self.arms, *self.lm.arms)}):
+            _kernel(self.attention, score, 1, 1, 2, 1, True)  # refuses what cannot run
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -151,7 +153,8 @@ def cells(settings: Settings) -> list[Cell]:
     grid = []
 
     def add(part: str, arms: tuple[str, ...], axes: list[tuple], seeds: int, own: Any) -> None:
-        text = canonical(own | {"attention": settings.attention})
+        text = canonical(own | {"attention": settings.attention,
+                                "attention_code": source_hash(settings.attention)})
         grid.extend(Cell("scaling_ablation", part, arm, pairs, seed, text)
                     for pairs in axes for arm in arms for seed in range(seeds))
 
@@ -255,7 +258,7 @@ def _run_retrieval(settings, members, context):
         curve = np.pad(curve, (0, steps // 25 - curve.size), mode="edge")  # solved stays solved
         metrics = {"steps_to_90": _retrieval.first_reached(hits, 0.9),
                    "steps_to_99.9": _retrieval.first_reached(hits, 0.999),
-                   "final_loss": float(nats[-50:].mean()),
+                   "final_loss": float(nats[-50:].mean()), "early_loss": float(nats[:50].mean()),
                    "final_accuracy": float(hits[-50:].mean()),
                    "steps": ran * chunk, "curve": curve.round(4).tolist(),
                    **{k: float(v[r]) for k, v in result.carries["at_init"].items()}}

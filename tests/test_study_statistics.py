@@ -182,3 +182,11 @@ def test_no_winner_inside_the_noise():
     lucky = {"a": _seeds(*base), "b": {**clear["b"], 0: math.nan}}
     assert winners(lucky, lower_is_better=True) == set()
     assert noise_floor([1.0, 2.0, 3.0]) == pytest.approx(2.0) and noise_floor([1.0]) is None
+
+
+def test_equal_differs_only_when_the_whole_interval_lies_outside_the_margin():
+    near = paired({0: 1.2, 1: 0.4, 2: 1.9, 3: 1.1}, dict.fromkeys(range(4), 0.0))
+    assert near.low < 1.0 < near.difference < near.high and near.resolved
+    assert judge("c", near, "equal", margin=1.0).outcome.startswith("not resolvable")
+    far = paired({0: 3.2, 1: 3.4, 2: 2.9, 3: 3.1}, dict.fromkeys(range(4), 0.0))
+    assert judge("c", far, "equal", margin=1.0).outcome == "differs"

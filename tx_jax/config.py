@@ -33,14 +33,20 @@ def check(cfg: Any, prefix: str) -> None:
         flag = f"--{prefix}.{f.name}" if prefix else f"--{f.name}"
         if meta.get("choices") and value not in meta["choices"]:
             raise UserError(f"{flag}={value} is unknown{nearest(str(value), meta['choices'])}")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            low, high = meta.get("low"), meta.get("high")
-            if not math.isfinite(value):
-                raise UserError(f"{flag}={value} must be a finite number.")
-            if low is not None and value < low:
-                raise UserError(f"{flag}={value} is too small; it must be at least {low}.")
-            if high is not None and value > high:
-                raise UserError(f"{flag}={value} is too large; it must be at most {high}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_number(flag, number, meta.get("low"), meta.get("high"))
+        if isinstance(value, tuple) and len(set(value)) < len(value):
+            raise UserError(f"{flag}={','.join(map(str, value))} names a value twice; drop one.")
+
+
+def _check_number(flag: str, number: float, low: float | None, high: float | None) -> None:
+    if not math.isfinite(number):
+        raise UserError(f"{flag}={number} must be a finite number.")
+    if low is not None and number < low:
+        raise UserError(f"{flag}={number} is too small; it must be at least {low}.")
+    if high is not None and number > high:
+        raise UserError(f"{flag}={number} is too large; it must be at most {high}.")
 
 
 @dataclass(frozen=True)

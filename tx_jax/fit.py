@@ -82,6 +82,9 @@ def fit(cfg: RunConfig, workdir: Path, *, mesh: Mesh | None = None, console: Con
     workdir.mkdir(parents=True, exist_ok=True)
     console = console or Console(quiet=True)
     prepared = data.prepare(cfg.data, cache_dir or workdir / "cache")
+    if not prepared.n_validation_targets:
+        raise UserError(f"--data.validation={cfg.data.validation} leaves no text to validate on; "
+                        "raise it or give more text.")
     model = models.build(cfg.model, prepared.tokenizer.vocab_size, cfg.data.context)
     if cfg.train.batch % cfg.optim.accumulate:
         raise UserError(f"--optim.accumulate={cfg.optim.accumulate} does not divide "

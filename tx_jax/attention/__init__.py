@@ -2,7 +2,13 @@
 folder without `_`, each compared with `reference.py`), and score functions, which are variants."""
 
 from tx_jax.attention._capabilities import Capabilities, Request
-from tx_jax.attention._contract import attend, implementations, request_of, resolve
+from tx_jax.attention._contract import (
+    attend,
+    implementations,
+    request_of,
+    resolve,
+    source_hash,
+)
 from tx_jax.attention._dropout import Dropout
 from tx_jax.attention._matrix import capability_matrix
 from tx_jax.attention._trace import attention_statistics, attention_weights
@@ -10,4 +16,4 @@ from tx_jax.attention.scores import ScoreFunction, make_score
 
 __all__ = ["Capabilities", "Dropout", "Request", "ScoreFunction", "attend", "attention_statistics",
            "attention_weights", "capability_matrix", "implementations", "make_score", "request_of",
-           "resolve"]
+           "resolve", "source_hash"]

@@ -1,6 +1,8 @@
 """The attention contract: one call, any implementation, the same mathematics or a refusal."""
 
+import hashlib
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -139,6 +141,21 @@ def resolve(implementation: Implementation, request: Request
             return name, function
         refusals.append(f"'{name}' cannot do {' with '.join(missing)}")
     raise UserError(f"attention {'; '.join(refusals)}; use {_able(request)}.")
+
+
+def source_hash(implementation: str) -> str:
+    """sha256 of the file behind "module:function", "" for what comes with the project.
+
+    Results that outside code computed are only as current as that code.
+
+    Raises:
+      UserError: it cannot be imported.
+    """
+    if ":" not in implementation:
+        return ""
+    module = inspect.getmodule(_load(implementation)[1])
+    path = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 def _able(request: Request) -> str:

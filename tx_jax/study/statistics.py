@@ -266,8 +266,8 @@ def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0)
     Args:
       expected: "higher", "lower" or "equal".
       margin: for "equal": differences up to this size count as none (the noise floor, say); the
-        claim agrees when the whole interval lies within it. For the others: the effect must exceed
-        it.
+        claim agrees when the whole interval lies within it and differs when all of it lies
+        without. For the others: the effect must exceed it.
     """
     c = comparison
     if c.n < 2 or c.p is None:
@@ -282,7 +282,9 @@ def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0)
     if expected == "equal":
         if c.low is not None and -margin <= c.low and c.high <= margin:
             return Verdict(claim, "agrees", text)
-        if c.resolved and abs(c.difference) > margin:
+        outside = (abs(c.difference) > margin if c.low is None else
+                   c.low > margin or c.high < -margin)
+        if c.resolved and outside:
             return Verdict(claim, "differs", text)
         need = seeds_needed(margin, c.std) if c.std is not None and margin else None
         return Verdict(claim, "not resolvable with these seeds", text, need)
