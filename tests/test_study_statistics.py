@@ -87,9 +87,15 @@ def test_sign_flip_by_hand_and_against_scipy():
     d = np.array([0.3, 1.1, -0.2, 0.8, 0.9, 1.3])
     want = stats.permutation_test((d,), np.sum, permutation_type="samples").pvalue
     assert sign_flip(d) == pytest.approx(want)
-    skewed = _seeds(0.01, 0.02, 0.01, 0.02, 0.015, 0.012, 5.0)
-    assert paired(skewed, dict.fromkeys(skewed, 0.0)).test == "sign-flip"
     assert sign_flip(np.ones(20)) < 1e-3
+
+
+def test_the_test_is_not_chosen_by_the_data():
+    skewed = _seeds(0.01, 0.02, 0.01, 0.02, 0.015, 0.012, 5.0)
+    got = paired(skewed, dict.fromkeys(skewed, 0.0))
+    assert got.test == "t" and got.p == pytest.approx(
+        stats.ttest_1samp(list(skewed.values()), 0).pvalue)
+    assert (got.p < 0.05) == (got.low > 0), "p and interval never contradict each other"
 
 
 def test_holm_by_hand():
@@ -139,8 +145,26 @@ def test_paired_times_order_censored_last():
     few = paired_times(_seeds(200, 300), _seeds(100, math.inf), 2000)
     assert few.p == 1.0 and math.isnan(few.difference) is False
     a, b = [3.0, 5.0, 9.0, 14.0, 20.0, 26.0], [1.0, 2.0, 10.0, 4.0, 5.0, 6.0]
-    got = paired_times(_seeds(*a), _seeds(*b), 100)
+    got = paired_times(_seeds(*a), _seeds(*b), 25)  # The last of `a` is censored.
+    assert got.test == "signed ranks"
     assert got.p == pytest.approx(stats.wilcoxon(a, b, method="exact").pvalue)
+    inf = math.inf
+    tied = paired_times(_seeds(inf, 5, 5, inf), _seeds(5, inf, inf, 5), 100)
+    assert tied.difference == 0.0 and tied.p == 1.0
+
+
+def test_uncensored_times_are_compared_by_t_on_their_logs():
+    fast = [100.0, 110.0, 95.0, 105.0, 98.0, 102.0]
+    slow = [160.0, 190.0, 150.0, 170.0, 150.0, 175.0]
+    got = paired_times(_seeds(*slow), _seeds(*fast), 400)
+    assert got.test == "t on log" and got.low is None
+    assert got.p == pytest.approx(stats.ttest_rel(np.log(slow), np.log(fast)).pvalue)
+    assert got.difference == np.median(np.subtract(slow, fast))
+    arms = {n: paired_times(_seeds(*slow), _seeds(*fast), 400) for n in "abcdef"}
+    assert all(c.resolved for c in holm(arms).values()), "six seeds can resolve six arms"
+    assert paired_times(_seeds(*slow), _seeds(*fast), 180).test == "signed ranks"
+    twice = paired_times(_seeds(2, 4, 8), _seeds(1, 2, 4), 100)
+    assert twice.test == "sign-flip" and twice.p == 0.25  # Equal log differences: no spread.
 
 
 def test_seeds_needed_reaches_the_power_it_promises():
@@ -190,3 +214,33 @@ def test_equal_differs_only_when_the_whole_interval_lies_outside_the_margin():
     assert judge("c", near, "equal", margin=1.0).outcome.startswith("not resolvable")
     far = paired({0: 3.2, 1: 3.4, 2: 2.9, 3: 3.1}, dict.fromkeys(range(4), 0.0))
     assert judge("c", far, "equal", margin=1.0).outcome == "differs"
+
+
+def test_a_direction_with_a_margin_needs_the_whole_interval_beyond_it():
+    zero = dict.fromkeys(range(5), 0.0)
+    clear = paired(_seeds(3.0, 3.2, 2.9, 3.1, 3.0), zero)
+    near = paired(_seeds(0.9, 1.4, 1.1, 1.3, 0.8), zero)
+    assert near.resolved and near.low < 1.0 < near.difference
+    assert judge("c", clear, "higher", margin=1.0).outcome == "agrees"
+    verdict = judge("c", near, "higher", margin=1.0)
+    assert verdict.outcome.startswith("not resolvable") and verdict.seeds_needed > 5
+    small = judge("c", near, "higher", margin=2.0)
+    assert small.outcome.startswith("not resolvable"), "right direction, below the margin"
+    assert judge("c", near, "higher").outcome == "agrees"
+    assert judge("c", clear, "lower", margin=1.0).outcome == "differs"
+    negative = paired(zero, _seeds(3.0, 3.2, 2.9, 3.1, 3.0))
+    assert judge("c", negative, "lower", margin=1.0).outcome == "agrees"
+    assert judge("c", negative, "higher", margin=1.0).outcome == "differs"
+    late = paired_times(_seeds(*[math.inf] * 6), _seeds(100, 150, 100, 120, 130, 140), 2000)
+    assert judge("c", late, "higher", margin=50).outcome == "agrees"
+
+
+def test_nothing_is_bold_below_five_finite_seeds():
+    arms = {"a": _seeds(1.0, 1.1, 1.05, 0.98, 1.02), "b": _seeds(2.0, 2.11, 2.04, 1.97, 2.03)}
+    assert winners(arms, lower_is_better=True) == {"a"}
+    few = {n: dict(list(v.items())[:4]) for n, v in arms.items()}
+    assert winners(few, lower_is_better=True) == set()
+    lost = {**arms, "b": {**arms["b"], 4: math.nan}}
+    assert winners(lost, lower_is_better=True) == set()
+    apart = {**arms, "b": {s + 3: v for s, v in arms["b"].items()}}
+    assert winners(apart, lower_is_better=True) == set(), "five seeds each, two in common"

@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+LEAST_SEEDS = 5  # Below this many per arm no table prints a winner.
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Paired:
     """An arm minus the baseline over common seeds.
 
     Attributes:
-      p: two-sided; by `test` = "t", "sign-flip" (exact permutation), or "none" (under 2 pairs).
+      p: two-sided; by `test` = "t", "t on log", "signed ranks" (exact), "sign-flip" (exact), or
+        "none" (under 2 pairs).
       adjusted: p after Holm's correction over the arms of a table (equals p until `holm`).
       lost: pairs in which one side diverged; unpaired: seeds that only one side has.
     """
@@ -129,8 +131,9 @@ def _bca(x: np.ndarray, count: int, seed: int) -> tuple[float | None, float | No
 def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired:
     """Compare two arms seed by seed (seed -> value).
 
-    The paired t-test, or the exact sign-flip permutation test when the differences are clearly not
-    normal (Shapiro-Wilk p < 0.05, from 6 pairs on: with fewer it cannot reach p < 0.05).
+    Always the paired t-test: a test chosen by looking at the data (a check of normality first) does
+    not hold its level, and would let p contradict the t-interval beside it. Only differences
+    without any spread, for which t is infinite, take the exact sign-flip test instead.
     """
     common = sorted(set(arm) & set(baseline))
     unpaired = len(set(arm) ^ set(baseline))
@@ -146,8 +149,6 @@ def paired(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Paired:
         p = 1.0 if mean == 0 else sign_flip(ok)
         return Paired(mean, std, mean, mean, p, "sign-flip", n, lost, unpaired)
     low, high = _t_interval(mean, std, n)
-    if n >= 6 and stats.shapiro(ok).pvalue < 0.05:
-        return Paired(mean, std, low, high, sign_flip(ok), "sign-flip", n, lost, unpaired)
     p = 2 * float(stats.t.sf(abs(mean) / std * math.sqrt(n), n - 1))
     return Paired(mean, std, low, high, p, "t", n, lost, unpaired)
 
@@ -203,11 +204,14 @@ def times(values: Sequence[float], budget: float) -> Times:
 
 def paired_times(arm: Mapping[int, float], baseline: Mapping[int, float],
                  budget: float) -> Paired:
-    """Paired comparison of censored times.
+    """Paired comparison of times of which some may be censored.
 
-    Both sides censored counts as equal; one side censored as later than any time: differences are
-    replaced by their signed ranks (Wilcoxon), and p is the exact sign-flip permutation of these.
-    `difference` is the median difference (+-inf when censoring decides it), without interval.
+    Without a censored time p is the paired t-test of log(times): exact ranks of n pairs cannot go
+    below 2^(1-n), which Holm's correction over a few arms lifts above 5 %. With one, both sides
+    censored counts as equal and one side as later than any time: differences are replaced by their
+    signed ranks (Wilcoxon), and p is the exact sign-flip permutation of these.
+    `difference` is the median difference of the times themselves, without interval: +-inf when
+    censoring decides it, 0 when the two middle ones are censored on opposite sides.
     """
     common = sorted(set(arm) & set(baseline))
     unpaired = len(set(arm) ^ set(baseline))
@@ -222,9 +226,16 @@ def paired_times(arm: Mapping[int, float], baseline: Mapping[int, float],
         return Paired(math.nan, None, None, None, None, "none", 0, 0, unpaired)
     ordered = np.sort(d)
     middle = ordered[(len(d) - 1) // 2: len(d) // 2 + 1]
-    difference = float(middle[0]) if middle[0] == middle[-1] else float(middle.mean())
+    if middle[0] == middle[-1]:
+        difference = float(middle[0])
+    else:
+        difference = 0.0 if np.isinf(middle).all() else float(middle.mean())
     if len(d) < 2:
         return Paired(difference, None, None, None, None, "none", 1, 0, unpaired)
+    if np.isfinite(a).all() and np.isfinite(b).all() and min(a.min(), b.min()) > 0:
+        logs = paired(dict(enumerate(np.log(a))), dict(enumerate(np.log(b))))
+        test = "t on log" if logs.test == "t" else logs.test
+        return Paired(difference, None, None, None, logs.p, test, len(d), 0, unpaired)
     moved = d[d != 0]
     ranks = np.sign(moved) * stats.rankdata(np.abs(moved)) if len(moved) else np.zeros(1)
     p = sign_flip(ranks) if len(moved) else 1.0
@@ -267,7 +278,8 @@ def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0)
       expected: "higher", "lower" or "equal".
       margin: for "equal": differences up to this size count as none (the noise floor, say); the
         claim agrees when the whole interval lies within it and differs when all of it lies
-        without. For the others: the effect must exceed it.
+        without. For the others: the claim agrees when the whole interval lies beyond it in the
+        claimed direction, and differs when the effect has the other direction.
     """
     c = comparison
     if c.n < 2 or c.p is None:
@@ -289,10 +301,16 @@ def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0)
         need = seeds_needed(margin, c.std) if c.std is not None and margin else None
         return Verdict(claim, "not resolvable with these seeds", text, need)
     sign = {"higher": 1.0, "lower": -1.0}[expected]
-    if c.resolved:
-        right = sign * c.difference > margin
-        return Verdict(claim, "agrees" if right else "differs", text)
-    if c.std is None:
+    effect = sign * c.difference
+    # The end of the interval nearest to the margin; without an interval the effect itself.
+    nearest = effect if c.low is None else min(sign * c.low, sign * c.high)
+    if c.resolved and nearest > margin:
+        return Verdict(claim, "agrees", text)
+    if c.resolved and effect <= 0:
+        return Verdict(claim, "differs", text)
+    if c.resolved:  # In the claimed direction, but perhaps not beyond the margin.
+        need = None if c.std is None else seeds_needed(effect - margin, c.std)
+    elif c.std is None:
         need = None if not math.isfinite(c.difference) and c.n >= 6 else max(6, c.n + 1)
     else:
         need = seeds_needed(c.difference, c.std)
@@ -307,14 +325,15 @@ def noise_floor(values: Sequence[float]) -> float | None:
 def winners(arms: Mapping[str, Mapping[int, float]], *, lower_is_better: bool) -> set[str]:
     """Arms to print bold: the best mean, if it beats every other arm after Holm's correction.
 
-    Empty when the lead is inside the noise, or when an arm with diverged seeds has the best mean.
+    Empty when the lead is inside the noise, when an arm with diverged seeds has the best mean, or
+    when a compared arm has fewer than 5 finite seeds.
     """
     means = {name: summarize(list(v.values()), bootstrap=0) for name, v in arms.items()}
     finite = {n: s for n, s in means.items() if math.isfinite(s.mean)}
-    if len(finite) < 2:
+    if len(finite) < 2 or min(s.n for s in finite.values()) < LEAST_SEEDS:
         return set()
     best = (min if lower_is_better else max)(finite, key=lambda n: finite[n].mean)
     if finite[best].lost:
         return set()
     rivals = holm({n: paired(arms[n], arms[best]) for n in finite if n != best})
-    return {best} if all(c.resolved for c in rivals.values()) else set()
+    return {best} if all(c.resolved and c.n >= LEAST_SEEDS for c in rivals.values()) else set()
