@@ -1,6 +1,7 @@
 """The driver: resume, --table, --cell, failures that lose nothing."""
 
 import io
+import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, canonical
-from tx_jax.study.driver import Study, reproduce_command, run_study
+from tx_jax.study.driver import Study, agreement, reproduce_command, run_study
 from tx_jax.study.ledger import Measured, read
 from tx_jax.study.report import Report
 from tx_jax.study.tables import ablation_table
@@ -119,8 +120,56 @@ def test_every_table_cell_carries_a_command_that_reproduces_it(tmp_path):
     ran.clear()
     _, text = go(make_study(ran), tmp_path, cell=commands[4])
     assert ran == [("b", 1)] and "loss: 3.0   before: 3.0" in text
+    assert "agrees within float32 rounding" in text
     with pytest.raises(UserError, match="names 0 of the 6"):
         go(make_study(ran), tmp_path, cell="zz")
+
+
+def test_running_a_finished_cell_again_never_replaces_its_row(tmp_path):
+    go(make_study([]), tmp_path, Settings(seeds=1))
+    table = (tmp_path / "table.md").read_bytes()
+    rows = (tmp_path / "results.jsonl").read_bytes()
+
+    def drifting(settings, group, context):
+        for cell in group:
+            yield cell, Measured({"loss": 1.1}, 0.1, strategy="sequential")
+
+    other = Study(**{**make_study([]).__dict__, "run": drifting})
+    name = re.search(r"--cell=(\w{10})", (tmp_path / "report.html").read_text())[1]
+    outcome, text = go(other, tmp_path, Settings(seeds=1), cell=name)
+    assert outcome.ran == 1 and "loss: 1.1   before: 1.0" in text
+    assert "largest relative difference is 0.091, of loss" in text
+    assert "recorded was 'none', now 'sequential'" in text
+    assert (tmp_path / "results.jsonl").read_bytes() == rows
+    go(make_study([]), tmp_path, Settings(seeds=1), only_table=True)
+    assert (tmp_path / "table.md").read_bytes() == table
+
+
+@pytest.mark.parametrize(("before", "now", "word"), [
+    (1.0, 1.00005, "agrees"), (1.0, 1.0002, "is 0.0002, of m"), (math.nan, math.nan, "agrees"),
+    (math.inf, math.inf, "agrees"), (1.0, math.nan, "not a number"), (0.0, 0.0, "agrees"),
+    ([1.0, 2.0], [1.0, 3.0], "is 0.33, of m"), ([1.0], [1.0, 2.0], "not a number"),
+    ("a", "a", "agrees"), ("a", "b", "not a number"), (1.0, None, "not a number")])
+def test_agreement_of_two_rows(before, now, word):
+    assert word in agreement({"metrics": {"m": before}}, {"metrics": {"m": now}})
+
+
+def test_a_mistake_of_the_user_fails_its_group_at_once_and_is_printed_once(tmp_path):
+    calls = []
+
+    def run(settings, group, context):
+        calls.append(len(group))
+        if group[0].arm == "b":
+            raise UserError("no attention is called nosuch.")
+        for cell in group:
+            yield cell, Measured({"loss": 1.0}, 0.1)
+
+    study = Study(**{**make_study([]).__dict__, "run": run})
+    outcome, text = go(study, tmp_path)
+    assert calls == [3, 3] and outcome.ran == 3 and len(outcome.failures) == 3
+    assert text.count("nosuch") == 1 and "failed: 3 cells, the first p b" in text
+    assert outcome.failures[0].command in text and "one by one" not in text
+    assert study.check(Settings()) is None
 
 
 def test_rows_of_other_code_are_kept_but_not_counted(tmp_path):

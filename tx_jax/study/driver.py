@@ -1,5 +1,6 @@
 """Run a study: plan its cells, skip the finished, run the rest, write tables and report."""
 
+import math
 import shlex
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from rich.progress import (
 )
 
 from tx_jax.errors import UserError
-from tx_jax.study.cells import Cell, code_hash, fingerprint, short
+from tx_jax.study.cells import Cell, code_hash, fingerprint, plain, restore, short
 from tx_jax.study.ledger import (
     Ledger,
     Measured,
@@ -30,6 +31,8 @@ from tx_jax.study.ledger import (
     versions,
 )
 from tx_jax.study.report import Report, write_report
+
+_RTOL = 1e-4  # Two runs of one program in float32 agree to this when training is stable.
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Study:
       group: cell -> key; cells of one key go to one call of `run` and train as one program.
       data: settings -> hash of the data read.
       packages, files: sources that determine the results besides `tx_jax`.
+      check: raises UserError for settings that cannot run, before anything is written. The launcher
+        calls it, `run_study` does not.
     """
 
     name: str
@@ -81,6 +86,7 @@ class Study:
     data: Callable[[Any], str] = lambda settings: ""
     packages: tuple[str, ...] = ("tx_jax",)
     files: tuple[str | Path, ...] = ()
+    check: Callable[[Any], None] = lambda settings: None
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ def run_study(study: Study, settings: Any, workdir: Path, *, only_table: bool = 
 
     Args:
       only_table: run nothing; rebuild tables and report from the ledger and name what is missing.
-      cell: run this one cell (its short id) again, finished or not, and show its metrics.
+      cell: run this one cell (its short id) again and show its metrics; if it was finished, beside
+        the earlier ones, and the earlier row stays the one that tables show.
       command: argv that started this study, for the commands shown.
 
     Raises:
@@ -155,13 +162,13 @@ def run_study(study: Study, settings: Any, workdir: Path, *, only_table: bool = 
         todo = [c for c in cells if c not in found]
         console.print(f"{study.title}: {len(cells)} cells, {len(found)} finished before, "
                       f"{len(todo)} to run.", highlight=False)
-        failures = _run(study, settings, workdir, plan, ledger, todo, console)
+        failures = _run(study, settings, workdir, plan, ledger.append, todo, console)
         return _tables(study, settings, workdir, plan, ledger.rows, len(found), failures, console)
 
 
-def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger,
+def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, keep: Callable[[Row], None],
          todo: list[Cell], console: Console) -> tuple[Failure, ...]:
-    """Run `todo` group by group; rows reach the ledger as they come."""
+    """Run `todo` group by group; `keep` gets every row as it comes."""
     groups: dict[Hashable, list[Cell]] = {}
     for c in todo:
         groups.setdefault(study.group(c), []).append(c)
@@ -184,7 +191,7 @@ def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger
                 for finished_cell, measured in study.run(settings, members, context):
                     if finished_cell not in members:
                         raise ValueError(f"run yielded {finished_cell}, which it was not given.")
-                    ledger.append(make_row(finished_cell, measured, **stamp))
+                    keep(make_row(finished_cell, measured, **stamp))
                     done.add(finished_cell)
                     bar.update(task, completed=len(done) + len(failures))
                 left = [c for c in members if c not in done]
@@ -192,7 +199,8 @@ def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger
                     raise ValueError(f"run ended without a result for {left[0]}.")
             except Exception as e:  # One bad cell must not lose the others.
                 left = [c for c in members if c not in done]
-                if len(members) > 1:
+                # What the user got wrong for the group is as wrong for each of its cells.
+                if len(members) > 1 and not isinstance(e, UserError):
                     console.print(f"{len(left)} cells failed together ({_one_line(e)}); they run "
                                   "one by one now.", markup=False, highlight=False)
                     queue[:0] = [[c] for c in left]
@@ -213,20 +221,51 @@ def _failure(cell: Cell, e: Exception, plan: _Plan) -> Failure:
 
 def _one(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger, name: str,
          console: Console) -> Outcome:
-    """Run one cell and compare it with its earlier row."""
+    """Run one cell; a row that exists is compared with, never replaced."""
     hits = [c for c in plan.cells if name and plan.print_of(c).startswith(name)]
     if len(hits) != 1:
         raise UserError(f"--cell={name} names {len(hits)} of the {len(plan.cells)} planned cells; "
                         "use the command printed in the report (the same settings, code and data).")
     before = finished(ledger.rows, hits, plan.code, plan.data).get(hits[0])
-    failures = _run(study, settings, workdir, plan, ledger, hits, console)
+    new: list[Row] = []
+    failures = _run(study, settings, workdir, plan, new.append if before else ledger.append, hits,
+                    console)
     if not failures:
-        row = finished(ledger.rows, hits, plan.code, plan.data)[hits[0]]
+        row = restore(plain(new[0])) if before else ledger.rows[-1]
         for metric, value in row["metrics"].items():
             earlier = f"   before: {before['metrics'].get(metric)}" if before else ""
             console.print(f"{metric}: {value}{earlier}", markup=False, highlight=False)
+        if before:
+            console.print(agreement(before, row), markup=False, highlight=False, soft_wrap=True)
     _show_failures(failures, console)
     return Outcome(1, 0, 1 - len(failures), (), failures, None)
+
+
+def agreement(before: Row, now: Row) -> str:
+    """One sentence: whether two rows of a cell agree within float32 rounding, else how far off."""
+    names = [*before["metrics"], *(m for m in now["metrics"] if m not in before["metrics"])]
+    apart = {m: _apart(before["metrics"].get(m), now["metrics"].get(m)) for m in names}
+    worst = max(apart, key=lambda m: apart[m], default=None)
+    if worst is None or apart[worst] <= _RTOL:
+        return (f"The earlier row, which stays in the ledger, agrees within float32 rounding "
+                f"(relative difference at most {_RTOL:g}).")
+    far = f"{apart[worst]:.2g}" if math.isfinite(apart[worst]) else "not a number"
+    return (f"The earlier row, which stays in the ledger, differs: the largest relative difference "
+            f"is {far}, of {worst}; unstable training amplifies the rounding in which strategies "
+            f"and batch shapes differ, and the strategy recorded was "
+            f"'{before.get('strategy') or 'none'}', now '{now.get('strategy') or 'none'}'.")
+
+
+def _apart(a: Any, b: Any) -> float:
+    """Largest relative difference of two metrics; inf where they cannot be compared."""
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return max(map(_apart, a, b), default=0.0)
+    numbers = all(isinstance(v, int | float) for v in (a, b))
+    if a == b or (numbers and math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not numbers or not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))
 
 
 def _tables(study: Study, settings: Any, workdir: Path, plan: _Plan, rows: list[Row], skipped: int,
@@ -260,6 +299,12 @@ def _tables(study: Study, settings: Any, workdir: Path, plan: _Plan, rows: list[
 
 
 def _show_failures(failures: Sequence[Failure], console: Console) -> None:
+    """Print every error once: how many cells it ended, the first of them and its command."""
+    same: dict[str, list[Failure]] = {}
     for f in failures:
-        console.print(f"failed: {f.cell.part} {f.cell.arm} {dict(f.cell.axes)} seed={f.cell.seed}: "
-                      f"{f.error}\n  {f.command}", markup=False, highlight=False, soft_wrap=True)
+        same.setdefault(f.error, []).append(f)
+    for error, members in same.items():
+        c = members[0].cell
+        many = f"{len(members)} cells, the first " if len(members) > 1 else ""
+        console.print(f"failed: {many}{c.part} {c.arm} {dict(c.axes)} seed={c.seed}: {error}\n"
+                      f"  {members[0].command}", markup=False, highlight=False, soft_wrap=True)
