@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tx_jax.errors import UserError
-from tx_jax.study.figures import curves, lines
+from tx_jax.study.figures import _canvas, _dress, curves, lines
 from tx_jax.study.report import Report, render, write_report
 from tx_jax.study.statistics import Verdict
 from tx_jax.study.tables import Bold, Table, ablation_table, number, p_value, times_table, tune
@@ -113,6 +113,19 @@ def test_figures_are_png_and_the_same_twice():
     first, second = _figures(), _figures()
     for a, b in zip(first, second, strict=True):
         assert a.png.startswith(b"\x89PNG") and a.png == b.png
+
+
+@pytest.mark.parametrize(("low", "high", "labels"), [
+    (70, 400, {"100", "200"}), (12, 900, {"20", "50", "100", "200", "500"}),
+    (1e-6, 1e2, {"1e-6", "1e-4", "0.01", "1", "100"})])
+def test_log_axes_carry_labels_that_can_be_read(low, high, labels):
+    canvas, (ax,) = _canvas(1)
+    ax.plot([1, 10], [low, high])
+    _dress(ax, [1, 10], "", "x", True, True)
+    canvas.draw_without_rendering()
+    shown = {t.label1.get_text() for t in ax.yaxis.get_major_ticks()}
+    assert labels <= shown and len(shown) <= 12 and not any("$" in t for t in shown)
+    assert not any(t.label1.get_text() for t in ax.yaxis.get_minor_ticks())
 
 
 class _Page(HTMLParser):

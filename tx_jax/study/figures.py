@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from tx_jax.study import statistics as st
 from tx_jax.study.tables import split, values
@@ -156,12 +156,17 @@ def _dress(ax: Axes, ticks: Sequence[float] | None, title: str, xlabel: str, log
         ax.set_xscale("log")
     if log_y:
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        # Times to solve rarely span a decade: powers of ten alone would leave a single label.
+        low, high = ax.get_ylim()
+        subs = (1, 2, 5) if high / low < 1e3 else (1,)
+        ax.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
     if ticks:
         ax.set_xticks(ticks)
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _short(v)))
-        ax.minorticks_off()
+        ax.xaxis.minorticks_off()
     ax.set_title(title, fontsize=10, color=_STYLE["text"])
     ax.set_xlabel(xlabel, fontsize=9.5)
     ax.tick_params(labelsize=8.5, colors=_STYLE["text"])

@@ -27,8 +27,10 @@ a { color: var(--link) } nav ul { padding-left: 1.2rem; margin: .3rem 0 }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .88rem;
   font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .28rem .8rem .28rem 0; border-bottom: 1px solid var(--line);
-  white-space: nowrap } th { border-bottom: 2px solid var(--soft) }
+  white-space: nowrap }
+th { border-bottom: 2px solid var(--soft); white-space: normal; vertical-align: bottom }
 td.wide { white-space: normal; min-width: 16rem }
+td.agrees, td.differs, td.not { white-space: normal; min-width: 7rem }
 figure { margin: 1rem 0 } img { max-width: 100%; height: auto; background: #fff }
 figcaption, .note, .soft { color: var(--soft); font-size: .88rem }
 details { margin: .5rem 0; font-size: .85rem } summary { cursor: pointer; color: var(--soft) }
@@ -106,8 +108,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """The published claims and what these seeds say."""
     rows = tuple((v.claim, Bold(v.outcome), v.detail,
                   "–" if v.seeds_needed is None else str(v.seeds_needed)) for v in verdicts)
-    return Table("Published claims", ("claim", "verdict", "here", "seeds that would resolve it"),
-                 rows)
+    return Table("Published claims", ("claim", "verdict", "here", "seeds needed"), rows)
 
 
 def render(report: Report) -> str:
@@ -152,7 +153,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> str:
         f"<td class=wide>{_e(v.detail)}</td>"
         f"<td>{'–' if v.seeds_needed is None else v.seeds_needed}</td></tr>" for v in verdicts)
     return ("<div class=scroll><table><tr><th>claim</th><th>verdict</th><th>here</th>"
-            f"<th>seeds that would resolve it</th></tr>{rows}</table></div>")
+            f"<th>seeds needed</th></tr>{rows}</table></div>")
 
 
 def _figure(figure: Figure) -> str:
