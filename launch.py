@@ -81,6 +81,7 @@ def configure(study: Any, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     base = flags.replace(base, dict(study.presets[preset]))
     settings = flags.replace(base, given)
     flags.check_effective(settings, given, study.swept)
+    study.check(settings)
     check_changes_cells(study, settings, base, given)
     options["given"] = given
     return settings, options

@@ -144,6 +144,14 @@ def program(task: Task, chunk: int) -> Program:
     return Program(start, step)
 
 
+def first_kept(accuracy: np.ndarray, level: float, window: int = 50) -> float:
+    """`first_reached`, but inf unless the last `window` steps are at `level` too: an unstable run
+    that only passes through is not solved.
+    """
+    kept = accuracy[-window:].mean() >= level - 1e-6
+    return first_reached(accuracy, level) if kept else float("inf")
+
+
 def first_reached(accuracy: np.ndarray, level: float, window: int = 10) -> float:
     """First step at which the mean accuracy of the last `window` steps is `level`; inf if never."""
     smooth = np.convolve(accuracy, np.full(window, 1.0 / window), mode="valid")

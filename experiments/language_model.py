@@ -19,19 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from tx_jax import letters, sharding
+from tx_jax import letters, models, sharding
 from tx_jax.attention import implementations, source_hash
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, check, option
 from tx_jax.data import load_text
 from tx_jax.errors import UserError
 from tx_jax.fit import RunConfig, fit
+from tx_jax.masks import parse_mask
 from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
 from tx_jax.study.cells import Cell, canonical, code_hash, data_hash, fingerprint, short
 from tx_jax.study.driver import Context, Study
 from tx_jax.study.ledger import Measured
 from tx_jax.study.report import Report
+from tx_jax.tokenizers import make_trainer
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,36 @@ class Settings:
                             f"--train.batch={self.train.batch}; change one of them.")
 
 
+def check_settings(settings: Settings) -> None:
+    """Refuse what cannot run before anything is written or compiled.
+
+    Raises:
+      UserError: an unknown part, an impossible combination, or a mask that shows the answer.
+    """
+    model, length = settings.model, min(settings.data.context, 8)
+    make_trainer(settings.data.tokenizer)
+    built = models.build(model, 2, settings.data.context)
+
+    def once() -> jax.Array:
+        tokens_BT = jnp.zeros((1, length), jnp.int32)
+        key = jax.random.key(0) if model.dropout else None
+        return models.apply(built, models.init(built, jax.random.key(0)), tokens_BT,
+                            segments_BT=tokens_BT + 1, dropout_key=key)[0]
+
+    jax.eval_shape(once)  # an attention implementation refuses here what it cannot do
+    index = np.arange(settings.data.context)
+    seen = np.broadcast_to(parse_mask(model.mask).allowed(index[:, None], index[None, :]),
+                           (index.size, index.size))
+    if np.triu(seen, 1).any():
+        raise UserError(f"--model.mask={model.mask} lets a token see the one it has to predict; "
+                        f"write it as 'causal & ({model.mask})'.")
+
+
 def cells(settings: Settings) -> list[Cell]:
     """One cell per seed."""
-    train = dataclasses.replace(settings.train, seed=0)
+    # What a resumed run may change without changing a number is not part of a cell.
+    train = {f.name: getattr(settings.train, f.name) for f in dataclasses.fields(settings.train)
+             if not f.metadata["run_only"] and f.name != "seed"}
     own = canonical({"model": settings.model, "data": settings.data, "optim": settings.optim,
                      "train": train, "mesh": settings.mesh,
                      "attention_code": source_hash(settings.model.attention)})
@@ -107,7 +138,8 @@ def data(settings: Settings) -> str:
 
 def report(settings: Settings, rows: list[dict[str, Any]]) -> Report:
     """Held-out loss over seeds and the training curves."""
-    shown = (("val_loss", "held-out loss (nats per token)"), ("bits_per_byte", "bits per byte"))
+    shown = (("val_loss", "held-out loss (nats per token)"), ("bits_per_byte", "bits per byte"),
+             ("unknown_share", "unknown tokens"))
     shown = [(m, label) for m, label in shown if all(m in r["metrics"] for r in rows)]
     entries = (f"{rows[0]['metrics']['parameters']:,}", str(len(rows)), *(
         tables.interval(st.summarize(list(tables.values(rows, m).values()), bootstrap=0))
@@ -140,4 +172,4 @@ FULL = {"model.layers": 12, "model.d_model": 768, "model.heads": 12, "model.dtyp
 STUDY = Study(
     name="language_model", title="Language model", settings=Settings,
     presets={"smoke": SMOKE, "small": {}, "full": FULL}, cells=cells, run=run, report=report,
-    swept={}, group=lambda cell: cell, data=data, files=(Path(__file__),))
+    check=check_settings, group=lambda cell: cell, data=data, files=(Path(__file__),))

@@ -57,6 +57,14 @@ def test_explain_runs_nothing(capsys, tmp_path, monkeypatch):
     (["--experiment=language_model", "--mesh=dta:2"], "did you mean 'data'"),
     (["--experiment=language_model", "--optim.accumulate=3"], "does not divide"),
     (["--experiment=language_model", "--parts=initial"], "no flag --parts"),
+    (["--experiment=language_model", "--model.mask=causal | full"], "has to predict"),
+    (["--experiment=language_model", "--model.mask=casual"], "did you mean 'causal'"),
+    (["--experiment=language_model", "--data.tokenizer=chr"], "did you mean 'char'"),
+    (["--experiment=language_model", "--model.attention=jax_nn", "--model.dropout=0.1"], "cannot"),
+    (["--experiment=language_model", "--seeds=0"], "--seeds=0 is too small"),
+    ([SCALING, "--attention=nosuch"], "no attention implementation named 'nosuch'"),
+    ([SCALING, "--retrieval.lrs=-1"], "--retrieval.lrs=-1.0 is too small"),
+    ([SCALING, "--initial.d_k=16,16"], "names a value twice"),
 ])
 def test_a_mistake_is_one_sentence_and_status_2(argv, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

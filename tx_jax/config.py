@@ -159,13 +159,16 @@ class TrainConfig:
 
     steps: int = option(1000, "optimizer steps", low=1)
     batch: int = option(16, "rows per step, over all devices and micro-batches", low=1)
-    seed: int = option(0, "seed of parameters, data order and dropout", low=0)
-    eval_every: int = option(200, "steps between validations; 0 = only at the end", low=0)
+    seed: int = option(0, "seed of parameters, data order and dropout", low=0, high=2**31 - 1)
+    eval_every: int = option(200, "steps between validations; 0 = only at the end", low=0,
+                             run_only=True)
     eval_batches: int = option(0, "validation batches; 0 = all", low=0)
-    save_every: int = option(200, "steps between checkpoints; 0 = only at the end", low=0)
-    log_every: int = option(10, "steps between metric rows", low=1)
-    check_finite: bool = option(True, "stop on a NaN or infinite loss or gradient, naming the step")
-    wandb: str = option("", "Weights & Biases project; empty = off")
+    save_every: int = option(200, "steps between checkpoints; 0 = only at the end", low=0,
+                             run_only=True)
+    log_every: int = option(10, "steps between metric rows", low=1, run_only=True)
+    check_finite: bool = option(True, "stop on a NaN or infinite loss or gradient, naming the "
+                                "step", run_only=True)
+    wandb: str = option("", "Weights & Biases project; empty = off", run_only=True)
 
     def __post_init__(self) -> None:
         check(self, "train")

@@ -238,11 +238,17 @@ class _Loop:
         found = train.evaluate(self.model, self.state.params, batches)
         # Bytes are counted for the whole set; a limited one is charged its share of them.
         share = found["tokens"] / part.n_validation_targets
-        values = {"val_loss": found["loss"], "val_tokens": found["tokens"],
-                  "bits_per_byte": bits_per_byte(found["nats"], share * part.n_validation_bytes)}
+        values = {"val_loss": found["loss"], "val_tokens": found["tokens"]}
+        said = f"step {self.step}: validation loss {found['loss']:.4f} nats per target, "
+        if part.n_validation_unknown:
+            # Saying "unknown" is cheap and tells nothing of the bytes: no bits per byte then.
+            values["unknown_share"] = part.n_validation_unknown / part.n_validation_targets
+            said += f"{values['unknown_share']:.2%} of the tokens unknown"
+        else:
+            values["bits_per_byte"] = bits_per_byte(found["nats"], share * part.n_validation_bytes)
+            said += f"{values['bits_per_byte']:.4f} bits per byte"
         self.writer.write(self.step, values)
-        self.console.print(f"step {self.step}: validation loss {found['loss']:.4f} nats per "
-                           f"target, {values['bits_per_byte']:.4f} bits per byte")
+        self.console.print(said)
         return {"step": self.step} | values
 
     def _save(self) -> None:

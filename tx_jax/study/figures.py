@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,19 +64,24 @@ def lines(rows: Iterable[Mapping[str, Any]], metric: str, x: str, *, name: str, 
     keys = sorted(groups, key=lambda g: g[0][1] if g else 0)
     canvas, axes = _canvas(max(1, len(keys)))
     known = looks(arms)
-    for ax, key in zip(axes, keys, strict=False):
-        for arm in [a for a in arms if a in groups[key]]:
-            by_x = {g[0][1]: members[arm] for g, members in split(groups[key][arm], (x,)).items()}
-            points = [(at, list(values(by_x[at], metric).values())) for at in sorted(by_x)]
-            _line(ax, points, known[arm], arm, budget)
-        ticks = sorted({r["axes"][x] for r in rows})
-        _dress(ax, ticks, f"{panel} = {key[0][1]:g}" if panel else "", xlabel or x, log_x, log_y)
-        if budget is not None:
-            ax.axhline(budget, color="#999999", lw=0.9, ls=":", zorder=1)
-        for label, y in (reference or {}).items():
-            ax.axhline(y, color="#999999", lw=0.9, ls="--", zorder=1)
-            ax.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), fontsize=8,
-                        color="#666666", va="bottom")
+    with warnings.catch_warnings():
+        # Every point of a short run may sit on the budget line.
+        warnings.filterwarnings("ignore", "Attempting to set identical")
+        for ax, key in zip(axes, keys, strict=False):
+            for arm in [a for a in arms if a in groups[key]]:
+                by_x = {g[0][1]: members[arm]
+                        for g, members in split(groups[key][arm], (x,)).items()}
+                points = [(at, list(values(by_x[at], metric).values())) for at in sorted(by_x)]
+                _line(ax, points, known[arm], arm, budget)
+            ticks = sorted({r["axes"][x] for r in rows})
+            _dress(ax, ticks, f"{panel} = {key[0][1]:g}" if panel else "", xlabel or x, log_x,
+                   log_y)
+            if budget is not None:
+                ax.axhline(budget, color="#999999", lw=0.9, ls=":", zorder=1)
+            for label, y in (reference or {}).items():
+                ax.axhline(y, color="#999999", lw=0.9, ls="--", zorder=1)
+                ax.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), fontsize=8,
+                            color="#666666", va="bottom")
     axes[0].set_ylabel(ylabel or metric)
     return Figure(name, title, caption, _finish(canvas, axes, title))
 
