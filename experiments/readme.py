@@ -22,7 +22,7 @@ IMAGES = ROOT / "images"
 # Headings of the report shown, and figures, in this order.
 SHOWN = ("Published claims", "Retrieval at each arm's best learning rate",
          "Character language model at each arm's best learning rate")
-FIGURES = ("retrieval_lr", "initial_gradient")
+FIGURES = ("retrieval_accuracy", "retrieval_d_k", "initial_gradient")
 
 
 @dataclass(frozen=True)
