@@ -72,6 +72,7 @@ def test_count_matches_the_closed_form():
     assert letters.count(params) == 12 * 3 * 32**2 + V * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"scan": False}, {"remat": "block"}])
 def test_scan_and_remat_change_no_number_and_no_parameter(other):
     params = models.init(models.build(CFG, V, T), jax.random.key(1))
@@ -81,6 +82,7 @@ def test_scan_and_remat_change_no_number_and_no_parameter(other):
                  value_and_grads(change(**other), params, tokens()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [
     {"norm_position": "post"}, {"norm_position": "sandwich"}, {"norm": "layer"}, {"norm": "none"},
     {"residual": False}, {"mlp": "none"}, {"mlp": "relu"}, {"mlp": "swiglu"}, {"mlp": "geglu"},

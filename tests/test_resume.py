@@ -120,6 +120,7 @@ def board_steps(workdir):
     return steps
 
 
+@pytest.mark.slow
 def test_one_compilation_of_the_step(cfg, tmp_path, monkeypatch):
     """Also for a run that resumes."""
     counted = []

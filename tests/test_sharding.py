@@ -28,8 +28,9 @@ def problem():
     return params, batch, step, jax.jit(step)(params, batch)
 
 
-@pytest.mark.parametrize("spec", ["data:8", "fsdp:8", "tensor:2", "fsdp:4,tensor:2",
-                                  "data:2,fsdp:2,tensor:2"])
+@pytest.mark.parametrize("spec", [
+    *(pytest.param(s, marks=pytest.mark.slow) for s in
+      ("data:8", "fsdp:8", "tensor:2", "fsdp:4,tensor:2")), "data:2,fsdp:2,tensor:2"])
 def test_a_mesh_gives_the_loss_and_gradients_of_one_device(spec, problem):
     params, batch, step, (loss, grads, _) = problem
     mesh = sharding.make_mesh(spec)

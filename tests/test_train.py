@@ -124,6 +124,7 @@ def test_dropout_draws_depend_on_the_step_only(key):
     assert step(state) != step(later)
 
 
+@pytest.mark.slow
 def test_replica_axis_equals_lone_runs():
     """Two seeds and two learning rates as one vmapped program."""
     keys = jax.random.split(jax.random.key(3), 2)
