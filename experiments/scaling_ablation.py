@@ -69,13 +69,11 @@ class Initial:
 
     d_k: tuple[int, ...] = option((16, 64, 256, 1024), "key widths", low=1)
     keys: int = option(64, "keys per query", low=2)
-    rows: int = option(200, "queries per seed; a multiple of 50", low=50)
+    rows: int = option(200, "queries per seed; a multiple of 50", low=50,
+                       multiple_of=50)
 
     def __post_init__(self) -> None:
         check(self, "initial")
-        if self.rows % 50:
-            raise UserError(f"--initial.rows={self.rows} is not a multiple of 50; try "
-                            f"{self.rows - self.rows % 50 + 50}.")
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,12 @@ class Retrieval:
 
     d_k: tuple[int, ...] = option((16, 64, 256), "key widths", low=1)
     lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2), "learning rates", low=0.0)
-    steps: int = option(400, "optimizer steps; a multiple of 50", low=50)
+    steps: int = option(400, "optimizer steps; a multiple of 50", low=50,
+                       multiple_of=50)
     stop_when_solved: bool = option(True, "end a run once 50 steps are answered 99.95 % right")
 
     def __post_init__(self) -> None:
         check(self, "retrieval")
-        if self.steps % 50:
-            raise UserError(f"--retrieval.steps={self.steps} is not a multiple of 50; try "
-                            f"{self.steps - self.steps % 50 + 50}.")
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,8 @@ class CharLM:
     d_k: tuple[int, ...] = option((16, 256), "key widths; one head", low=1)
     lrs: tuple[float, ...] = option((1e-3, 1e-2, 3e-2), "learning rates", low=0.0)
     seeds: int = option(3, "seeds", low=1)
-    steps: int = option(200, "optimizer steps; a multiple of 10", low=10)
+    steps: int = option(200, "optimizer steps; a multiple of 10", low=10,
+                       multiple_of=10)
     batch: int = option(16, "rows per step", low=1)
     context: int = option(64, "characters per row", low=2)
     layers: int = option(2, "blocks", low=1)
@@ -111,9 +108,6 @@ class CharLM:
 
     def __post_init__(self) -> None:
         check(self, "lm")
-        if self.steps % 10:
-            raise UserError(f"--lm.steps={self.steps} is not a multiple of 10; try "
-                            f"{self.steps - self.steps % 10 + 10}.")
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,17 @@ from tx_jax.errors import UserError, nearest
 
 
 def option(default: Any, help: str, *, choices=None, low=None, high=None, when=None,
-           run_only: bool = False) -> Any:
+           run_only: bool = False, multiple_of: int = 1) -> Any:
     """A dataclass field with help and validation.
 
     Args:
       when: (sibling field, function of its value, reason) or None; the field has an effect only
         while the function is true.
+      multiple_of: what a whole number has to be divisible by.
       run_only: the field changes how a run goes, never what it gives.
     """
     meta = {"help": help, "choices": choices, "low": low, "high": high, "when": when,
-            "run_only": run_only}
+            "run_only": run_only, "multiple_of": multiple_of}
     return field(default=default, metadata=meta)
 
 
@@ -36,6 +37,10 @@ def check(cfg: Any, prefix: str) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_number(flag, number, meta.get("low"), meta.get("high"))
+        step = meta.get("multiple_of", 1)
+        if step > 1 and value % step:
+            raise UserError(f"{flag}={value} is not a multiple of {step}; try "
+                            f"{value - value % step + step}.")
         if isinstance(value, tuple) and len(set(value)) < len(value):
             raise UserError(f"{flag}={','.join(map(str, value))} names a value twice; drop one.")
 
