@@ -65,8 +65,8 @@ class Attention(nn.Module):
         q_BTNH = ein("BTD,DNH->BTNH", x_BTD, w["q_DNH"])
         k_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["k_DKH"])
         v_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["v_DKH"])
-        q_BTNH = self.encoding.rotate(context["encoding"], q_BTNH, context["positions"])
-        k_BTKH = self.encoding.rotate(context["encoding"], k_BTKH, context["positions"])
+        q_BTNH = self.encoding.rotate_q(context["encoding"], q_BTNH, context["positions"])
+        k_BTKH = self.encoding.rotate_k(context["encoding"], k_BTKH, context["positions"])
         scale = cfg.scale if context["scale"] is None else context["scale"]
         options = {"mask": context["mask"], "score": score, "score_params": score_params,
                    "scale": None if isinstance(scale, str) and scale == "default" else scale,

@@ -1,8 +1,8 @@
 """The interface of a position scheme. Every hook is the identity unless a scheme overrides it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,15 @@ class Encoding:
 
     Positions are explicit integer arrays `pos_BT`, so that packed documents restart at 0 and
     left-padded rows start where their text does. A padding token takes any valid position, say 0.
+
+    Attributes:
+      bias_kind: how position enters the logits: "" (not at all), "pair" (`pair_bias`, elementwise
+        in the positions of query and key) or "rows" (`row_bias`, from whole rows of logits).
+      per_layer: whether every layer has parameters of its own.
     """
+
+    bias_kind: ClassVar[str] = ""
+    per_layer: ClassVar[bool] = False
 
     @property
     def max_length(self) -> int | None:
@@ -33,13 +41,38 @@ class Encoding:
         """Add position to token embeddings."""
         return x_BTD
 
-    def rotate(self, params: Params, x_BTNH: jax.Array, pos_BT: jax.Array) -> jax.Array:
-        """Turn queries or keys by their positions."""
+    def rotate(self, params: Params, x_BTNH: jax.Array, pos_BT: jax.Array,
+               length_B: jax.Array | None = None) -> jax.Array:
+        """Turn queries or keys by their positions, in schemes that treat both alike.
+
+        `length_B` is the number of positions of each example so far; default: the largest of
+        `pos_BT` plus one. Only schemes that depend on the current length read it.
+        """
         return x_BTNH
 
-    def bias(self, params: Params) -> Callable[..., jax.Array] | None:
-        """A function (head, q_idx, k_idx) -> bias on the logits, or None."""
-        return None
+    def rotate_q(self, params: Params, q_BTNH: jax.Array, pos_BT: jax.Array,
+                 length_B: jax.Array | None = None) -> jax.Array:
+        """Put positions into queries; a scheme may widen the head, `rotate_k` alike."""
+        return self.rotate(params, q_BTNH, pos_BT, length_B)
+
+    def rotate_k(self, params: Params, k_BSKH: jax.Array, pos_BS: jax.Array,
+                 length_B: jax.Array | None = None) -> jax.Array:
+        """Put positions into keys."""
+        return self.rotate(params, k_BSKH, pos_BS, length_B)
+
+    def pair_bias(self, params: Params, head: jax.Array, q_pos: jax.Array, k_pos: jax.Array
+                  ) -> jax.Array:
+        """Bias on the logits, float32, over the broadcast of three integer arrays of equal rank.
+
+        Elementwise: an implementation calls it on any tile of heads, queries and keys, and
+        differentiates it with respect to `params`.
+        """
+        raise NotImplementedError
+
+    def row_bias(self, params: Params, q_BTNH: jax.Array, logits_BNTS: jax.Array) -> jax.Array:
+        """Bias [B, N, T, S] from whole rows: queries as they meet the keys, and their logits after
+        scale and softcap, minus infinity where the mask forbids."""
+        raise NotImplementedError
 
 
 def check_positions(pos_BT: jax.Array, shape: tuple[int, ...]) -> None:

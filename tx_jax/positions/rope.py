@@ -38,7 +38,8 @@ class Encoding(_base.Encoding):
         if not 0 < self.fraction <= 1:
             raise UserError(f"rope(fraction={self.fraction}) must lie in (0, 1].")
 
-    def rotate(self, params: _base.Params, x_BTNH: jax.Array, pos_BT: jax.Array) -> jax.Array:
+    def rotate(self, params: _base.Params, x_BTNH: jax.Array, pos_BT: jax.Array,
+               length_B: jax.Array | None = None) -> jax.Array:
         _base.check_positions(pos_BT, x_BTNH.shape[:2])
         width = int(x_BTNH.shape[-1] * self.fraction)
         if width % 2 or not width:
