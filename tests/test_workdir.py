@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from tx_jax import metrics
 from tx_jax.errors import UserError
+from tx_jax.study import report
 from tx_jax.workdir import MARKER, claim, write_atomic
 
 
@@ -53,4 +55,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_atomic(path, "new")
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path], "no rest stays behind"
+
+
+def test_one_function_writes_every_file_that_must_be_whole(tmp_path):
+    write_atomic(tmp_path / "b", b"\x00\xff")
+    assert (tmp_path / "b").read_bytes() == b"\x00\xff"
+    for module in (metrics, report):
+        assert module.write_atomic is write_atomic

@@ -13,6 +13,7 @@ from typing import Any
 import tensorboardX
 
 from tx_jax.errors import UserError
+from tx_jax.workdir import write_atomic
 
 
 class MetricsWriter:
@@ -31,10 +32,7 @@ class MetricsWriter:
         self._wandb = _wandb_run(workdir, wandb) if wandb else None
         self._path = workdir / "metrics.jsonl"
         self.rows = _rows_until(self._path, start)
-        text = "".join(_line(row) for row in self.rows)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self._path)
+        write_atomic(self._path, "".join(map(_line, self.rows)))
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
         # TensorBoard drops what earlier event files hold from this step on.
         self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"),

@@ -2,8 +2,6 @@
 
 import base64
 import html
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from tx_jax.errors import UserError
 from tx_jax.study.figures import Figure
 from tx_jax.study.statistics import Verdict
 from tx_jax.study.tables import Bold, Table
+from tx_jax.workdir import write_atomic
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #fff; --soft: #666; --line: #ddd;
@@ -66,31 +65,16 @@ def write_report(report: Report, workdir: Path) -> Path:
     try:
         (workdir / "figures").mkdir(parents=True, exist_ok=True)
         for figure in report.figures:
-            write_whole(workdir / "figures" / f"{figure.name}.png", figure.png)
-        write_whole(workdir / "table.md", markdown(report).encode())
-        write_whole(workdir / "table.csv", "\n".join(
-            f"# {t.title}\n{t.csv()}" for t in report.tables).encode())
-        write_whole(workdir / "table.tex", "\n".join(t.latex() for t in report.tables).encode())
-        write_whole(workdir / "report.html", render(report).encode())
+            write_atomic(workdir / "figures" / f"{figure.name}.png", figure.png)
+        write_atomic(workdir / "table.md", markdown(report))
+        write_atomic(workdir / "table.csv", "\n".join(
+            f"# {t.title}\n{t.csv()}" for t in report.tables))
+        write_atomic(workdir / "table.tex", "\n".join(t.latex() for t in report.tables))
+        write_atomic(workdir / "report.html", render(report))
     except OSError as e:
         raise UserError(f"the report cannot be written to {workdir} ({e.strerror}); choose another "
                         "--workdir.") from e
     return workdir / "report.html"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace `path` atomically."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def markdown(report: Report) -> str:
