@@ -1,4 +1,4 @@
-"""What the scaling ablation says: verdicts, tables and figures from ledger rows alone."""
+"""What the scaling ablation says: claims, tables and figures from ledger rows alone."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
 from tx_jax.study.report import Report
 from tx_jax.study.tables import Table
+from tx_jax.study.verdicts import Claim, judge_all
 
 Row = dict[str, Any]
 
@@ -19,13 +20,13 @@ def make_report(rows: list[Row], *, arms: Sequence[str], baseline: str,
     """The report over the parts that have rows."""
     parts = {part: [r for r in rows if r["part"] == part]
              for part in ("initial", "retrieval", "char_lm")}
-    verdicts: list[st.Verdict] = []
+    claims: list[Claim] = []
     found_tables: list[Table] = []
     found_figures: list[figures.Figure] = []
     for part, make in (("retrieval", _retrieval), ("char_lm", _char_lm), ("initial", _initial)):
         if parts[part]:
-            said, made, drawn = make(parts[part], tuple(arms), baseline, retrieval_steps)
-            verdicts += said
+            claimed, made, drawn = make(parts[part], tuple(arms), baseline, retrieval_steps)
+            claims += claimed
             found_tables += made
             found_figures += drawn
     kernels = sorted({r["kernel"] for r in rows if r["kernel"] != "none"})
@@ -43,14 +44,15 @@ def make_report(rows: list[Row], *, arms: Sequence[str], baseline: str,
          "1/sqrt(d_k) smaller, so that the softmax is not saturated at the start. Where it keeps "
          "up with scaled_dot, saturation was what slowed dot down; where it fails as dot does, it "
          "was the larger step that the same learning rate makes in the logits."),
-        verdicts=tuple(verdicts), tables=tuple(found_tables), figures=tuple(found_figures),
+        verdicts=judge_all(claims), tables=tuple(found_tables), figures=tuple(found_figures),
         notes=("A run of this size cannot show BLEU differences, the final loss of large models, "
                "or differences between 1/d and 1/sqrt(d) under learning-rate transfer over widths.",
                "Intervals are 95 % t-intervals over seeds. Losses compare by a paired t-test, "
                "times to solve by one on their logarithms, or by exact signed ranks where some "
                "seed never got there; with n seeds the latter cannot fall below 2^(1-n). Tables "
                "correct p by Holm over the arms of one group (one d_k and learning rate); the "
-               "p-values of the claims are not corrected for the number of claims.",
+               f"p-values of the published claims are corrected by Holm over these {len(claims)} "
+               "claims. Intervals are of single comparisons.",
                "The best learning rate is chosen on the seeds it is then compared on.",
                "At initialisation the mean gradient norm of unscaled attention is not small: rows "
                "near a tie carry it. The median and the 10th percentile show what starves."),
@@ -86,14 +88,14 @@ def _initial(rows, arms, baseline, _):
                                   r["command"]) for r in rows if "command" in r))
     widest = max(r["axes"]["d_k"] for r in rows)
     ratio = st.summarize(list(_pick(rows, baseline, "variance_ratio", d_k=widest).values()))
-    verdicts = [
-        st.judge(f"The dot product of unit-variance queries and keys has variance d_k (Vaswani et "
-                 f"al. 2017, footnote 4), here at d_k={widest}",
-                 st.paired(_pick(rows, baseline, "variance_ratio", d_k=widest),
-                           dict.fromkeys(_pick(rows, baseline, "variance_ratio", d_k=widest), 1.0)),
-                 "equal", margin=0.05)] if ratio.n else []
+    claims = [
+        Claim("The dot product of unit-variance queries and keys has variance d_k (Vaswani et "
+              f"al. 2017, footnote 4), here at d_k={widest}",
+              st.paired(_pick(rows, baseline, "variance_ratio", d_k=widest),
+                        dict.fromkeys(_pick(rows, baseline, "variance_ratio", d_k=widest), 1.0)),
+              "equal", margin=0.05)] if ratio.n else []
     if _pick(rows, "dot", "gradient_median", d_k=widest):
-        verdicts.append(st.judge(
+        claims.append(Claim(
             f"Unscaled, the softmax at d_k={widest} lies where its gradient is extremely small "
             "(Vaswani et al. 2017, 3.2.1): median gradient to the query against scaled",
             st.paired(_pick(rows, "dot", "gradient_median", d_k=widest),
@@ -104,7 +106,7 @@ def _initial(rows, arms, baseline, _):
              figures.lines(rows, "gradient_median", "d_k", name="initial_gradient", arms=arms,
                            title="Median gradient through the softmax before training", log_y=True,
                            ylabel="norm of d(weights)/d(query), median", xlabel="d_k")]
-    return verdicts, [table], drawn
+    return claims, [table], drawn
 
 
 def _retrieval(rows, arms, baseline, steps):
@@ -147,7 +149,7 @@ def _retrieval(rows, arms, baseline, steps):
         _training_curves(rows, arms, 25, "accuracy", "retrieval_curves",
                          "Retrieval: accuracy while training at the widest d_k"),
     ]
-    return _retrieval_verdicts(rows, baseline, steps), made, drawn
+    return _retrieval_claims(rows, baseline, steps), made, drawn
 
 
 def _final_loss(rows: list[Row], arms: Sequence[str]) -> Table:
@@ -168,7 +170,7 @@ def _final_loss(rows: list[Row], arms: Sequence[str]) -> Table:
                  "given: losses of runs of different length are not to be compared.")
 
 
-def _retrieval_verdicts(rows, baseline, steps):
+def _retrieval_claims(rows, baseline, steps):
     d_ks = sorted({r["axes"]["d_k"] for r in rows})
     lrs = sorted({r["axes"]["lr"] for r in rows})
     narrow, wide, low, high = d_ks[0], d_ks[-1], lrs[0], lrs[-1]
@@ -182,7 +184,7 @@ def _retrieval_verdicts(rows, baseline, steps):
             comparison = (st.paired if expected == "equal" and all(
                 math.isfinite(v) for v in (*first.values(), *last.values()))
                 else lambda a, b: st.paired_times(a, b, steps))(last, first)
-            found.append(st.judge(
+            found.append(Claim(
                 f"{claim}: steps to 90 % at d_k={wide} against d_k={narrow}, lr {high:g}",
                 comparison, expected, margin=margin))
 
@@ -199,13 +201,13 @@ def _retrieval_verdicts(rows, baseline, steps):
         first, last = (_pick(rows, arm, "final_accuracy", d_k=wide, lr=high)
                        for arm in (other, "dot"))
         if first and last:
-            found.append(st.judge(
+            found.append(Claim(
                 f"At the highest learning rate unscaled attention fails: accuracy over the last 50 "
                 f"of {steps} steps {words}: d_k={wide}, lr {high:g}", st.paired(last, first),
                 "lower"))
         first, last = (_pick(rows, arm, "steps_to_90", d_k=wide, lr=low) for arm in (other, "dot"))
         if first and last:
-            found.append(st.judge(
+            found.append(Claim(
                 f"Unscaled attention takes longer to reach 90 % {words}: d_k={wide}, lr {low:g}",
                 st.paired_times(last, first, steps), "higher"))
     return found
@@ -228,7 +230,7 @@ def _char_lm(rows, arms, baseline, _):
     wide, found = max(r["axes"]["d_k"] for r in rows), []
     first, last = (_pick(tuned, arm, "final_loss", d_k=wide) for arm in (baseline, "dot"))
     if first and last:
-        found.append(st.judge(
+        found.append(Claim(
             f"On text, unscaled attention ends at a higher loss than scaled, each at its best "
             f"learning rate, d_k={wide} (Vaswani et al. 2017, 3.2.1)", st.paired(last, first),
             "higher"))

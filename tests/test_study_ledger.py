@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
+from tx_jax.study import cells
 from tx_jax.study.cells import Cell, canonical, code_hash, data_hash, fingerprint, restore, short
 from tx_jax.study.ledger import Ledger, Measured, find, finished, make_row, read, versions
 
@@ -54,6 +56,9 @@ def test_code_hash_sees_sources_but_not_readouts(tmp_path):
     extra.write_text("x = 2\n")
     assert one != code_hash(("tx_jax.study",), (extra,))
     assert data_hash("a", "b") != data_hash("ab")
+    folder = {path.name for path in Path(cells.__file__).parent.glob("*.py")}
+    assert cells.READOUTS < folder, "a read-out that was renamed would count as code"
+    assert {"cells.py", "flops.py", "replicas.py", "runner.py"} <= folder - cells.READOUTS
 
 
 def test_rows_survive_and_nan_reads_back(tmp_path):

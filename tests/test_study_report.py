@@ -11,8 +11,8 @@ import pytest
 from tx_jax.errors import UserError
 from tx_jax.study.figures import _canvas, _dress, curves, lines
 from tx_jax.study.report import Report, render, write_report
-from tx_jax.study.statistics import Verdict
 from tx_jax.study.tables import Bold, Table, ablation_table, number, p_value, times_table, tune
+from tx_jax.study.verdicts import Verdict
 
 
 def rows(arms=("scaled", "none"), d_ks=(16, 64), lrs=(1e-3, 1e-2), seeds=5):
@@ -163,6 +163,8 @@ def test_report_is_one_page_that_loads_nothing(tmp_path):
     assert "40 commands that reproduce" in text and "run --cell=none4" in text
     assert (tmp_path / "out/figures/steps.png").read_bytes() == report.figures[0].png
     assert "12" in (tmp_path / "out/table.md").read_text()
+    assert "corrected over the claims of this table" in (tmp_path / "out/table.md").read_text()
+    assert "corrected over the claims of this table" in text
     assert "\\begin{tabular}" in (tmp_path / "out/table.tex").read_text()
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "figures", "report.html", "table.csv", "table.md", "table.tex"]

@@ -9,17 +9,16 @@ from scipy import stats
 from tx_jax.study.statistics import (
     Paired,
     holm,
-    judge,
     noise_floor,
     paired,
     paired_times,
-    seeds_needed,
     sign_flip,
     summarize,
     times,
     wilson,
     winners,
 )
+from tx_jax.study.verdicts import Claim, judge, judge_all, seeds_needed
 
 
 def _seeds(*values):
@@ -192,6 +191,27 @@ def test_verdicts():
     assert judge("no difference", noisy, "equal", margin=0.05).outcome.startswith("not resolvable")
     single = judge("x is higher", paired({0: 1.0}, {0: 0.0}), "higher")
     assert single.outcome.startswith("not") and single.seeds_needed == 5
+
+
+def test_verdicts_correct_p_over_the_claims_of_a_report():
+    zero = dict.fromkeys(range(6), 0.0)
+    weak = paired(_seeds(1.0, 2.0, 0.1, 1.5, 0.3, 0.9), zero)
+    none = paired(_seeds(0.5, -0.4, 0.1, -0.2, 0.3, -0.1), zero)
+    assert 0.01 < weak.p < 0.05 and judge("c", weak, "higher").outcome == "agrees"
+    alone = judge_all([Claim("c", weak, "higher")])
+    assert alone[0].outcome == "agrees"
+    first, *rest, lost = judge_all([Claim("c", weak, "higher"), *[Claim("d", none, "higher")] * 4,
+                                    Claim("e", paired({0: 1.0}, zero), "lower")])
+    assert first.outcome.startswith("not resolvable") and len(rest) == 4
+    assert f"p {holm(dict(enumerate([weak, *[none] * 4])))[0].adjusted:.2g} (Holm)" in first.detail
+    assert first.seeds_needed == seeds_needed(weak.difference, weak.std, alpha=0.01) > 6
+    assert lost.seeds_needed == 5 and "Holm" not in lost.detail
+    never = paired_times(_seeds(*[math.inf] * 6), _seeds(100, 150, 100, 120, 130, 140), 2000)
+    assert judge("c", never, "higher").outcome == "agrees"
+    mixed = paired_times(_seeds(math.inf, *[160] * 5), _seeds(100, 150, 100, 120, 130, 140), 2000)
+    over = judge_all([Claim("c", mixed, "higher"), *[Claim("d", none, "higher")] * 4])[0]
+    assert over.outcome.startswith("not resolvable")
+    assert over.seeds_needed == 8, "2^(1-8) is the first below 5 % of five"
 
 
 def test_no_winner_inside_the_noise():

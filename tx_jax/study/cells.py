@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# Files of this folder that cannot change a number.
+READOUTS = frozenset({"driver.py", "figures.py", "ledger.py", "report.py", "statistics.py",
+                      "tables.py", "verdicts.py"})
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -86,14 +90,13 @@ def code_hash(packages: Iterable[str] = ("tx_jax",), files: Iterable[str | Path]
     `tx_jax.study` counts only where it can change a number: how the replica axis runs and which
     cells there are; tables, figures, reports and the ledger are read-outs and stay outside.
     """
-    readouts = {"driver.py", "figures.py", "ledger.py", "report.py", "statistics.py", "tables.py"}
     sources: dict[str, Path] = {}
     for package in packages:
         module = importlib.import_module(package)
         for root in map(Path, module.__path__):
             for path in root.rglob("*.py"):
                 name = f"{package}/{path.relative_to(root).as_posix()}"
-                if not (path.parent.name == "study" and path.name in readouts):
+                if not (path.parent.name == "study" and path.name in READOUTS):
                     sources[name] = path
     for path in map(Path, files):
         sources[path.name] = path

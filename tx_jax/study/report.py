@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tx_jax.errors import UserError
 from tx_jax.study.figures import Figure
-from tx_jax.study.statistics import Verdict
 from tx_jax.study.tables import Bold, Table
+from tx_jax.study.verdicts import Verdict
 from tx_jax.workdir import write_atomic
 
 _CSS = """
@@ -37,6 +37,9 @@ code, pre { font: .82rem/1.45 ui-monospace, monospace }
 pre { background: var(--wash); padding: .7rem; overflow-x: auto }
 .agrees { color: var(--good) } .differs { color: var(--bad) } .not { color: var(--soft) }
 """
+
+
+_CORRECTED = "A p marked (Holm) is corrected over the claims of this table."
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def verdict_table(verdicts: Sequence[Verdict]) -> Table:
     """The published claims and what these seeds say."""
     rows = tuple((v.claim, Bold(v.outcome), v.detail,
                   "–" if v.seeds_needed is None else str(v.seeds_needed)) for v in verdicts)
-    return Table("Published claims", ("claim", "verdict", "here", "seeds needed"), rows)
+    return Table("Published claims", ("claim", "verdict", "here", "seeds needed"), rows,
+                 caption=_CORRECTED)
 
 
 def render(report: Report) -> str:
@@ -136,7 +140,8 @@ def _verdicts(verdicts: Sequence[Verdict]) -> str:
         f'<td class="{v.outcome.split()[0]}"><b>{_e(v.outcome)}</b></td>'
         f"<td class=wide>{_e(v.detail)}</td>"
         f"<td>{'–' if v.seeds_needed is None else v.seeds_needed}</td></tr>" for v in verdicts)
-    return ("<div class=scroll><table><tr><th>claim</th><th>verdict</th><th>here</th>"
+    return (f"<p class=soft>{_CORRECTED}</p>"
+            "<div class=scroll><table><tr><th>claim</th><th>verdict</th><th>here</th>"
             f"<th>seeds needed</th></tr>{rows}</table></div>")
 
 

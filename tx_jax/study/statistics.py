@@ -1,4 +1,4 @@
-"""Statistics of a study: intervals, paired comparisons, censored times, verdicts.
+"""Statistics of a study: intervals, paired comparisons, censored times (claims: `verdicts.py`).
 
 Seeds that diverged (NaN) are never dropped silently: every summary counts them.
 """
@@ -44,7 +44,8 @@ class Paired:
     Attributes:
       p: two-sided; by `test` = "t", "t on log", "signed ranks" (exact), "sign-flip" (exact), or
         "none" (under 2 pairs).
-      adjusted: p after Holm's correction over the arms of a table (equals p until `holm`).
+      adjusted: p after Holm's correction over a family: the arms of a table, the claims of a report
+        (None until `holm`).
       lost: pairs in which one side diverged; unpaired: seeds that only one side has.
     """
 
@@ -78,22 +79,6 @@ class Times:
     fraction_low: float
     fraction_high: float
     budget: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A published claim against these seeds.
-
-    Attributes:
-      outcome: "agrees", "differs" or "not resolvable with these seeds".
-      seeds_needed: seeds at which the observed paired spread gives power 0.8; None if resolved or
-        unknown.
-    """
-
-    claim: str
-    outcome: str
-    detail: str
-    seeds_needed: int | None = None
 
 
 def summarize(values: Sequence[float], *, bootstrap: int = 2000, seed: int = 0) -> Summary:
@@ -166,9 +151,10 @@ def sign_flip(differences: Sequence[float], limit: int = 16) -> float:
     return float(np.mean(sums >= seen - 1e-12 * float(np.abs(d).sum())))
 
 
-def holm(comparisons: Mapping[str, Paired]) -> dict[str, Paired]:
+def holm[K](comparisons: Mapping[K, Paired]) -> dict[K, Paired]:
     """Fill `adjusted` with Holm's step-down p over the comparisons that have one."""
-    tested = sorted((c.p, name) for name, c in comparisons.items() if c.p is not None)
+    tested = sorted(((c.p, name) for name, c in comparisons.items() if c.p is not None),
+                    key=lambda pair: pair[0])
     adjusted, worst = {}, 0.0
     for rank, (p, name) in enumerate(tested):
         worst = max(worst, min(1.0, (len(tested) - rank) * p))
@@ -240,81 +226,6 @@ def paired_times(arm: Mapping[int, float], baseline: Mapping[int, float],
     ranks = np.sign(moved) * stats.rankdata(np.abs(moved)) if len(moved) else np.zeros(1)
     p = sign_flip(ranks) if len(moved) else 1.0
     return Paired(difference, None, None, None, p, "signed ranks", len(d), 0, unpaired)
-
-
-def seeds_needed(effect: float, std: float, *, power: float = 0.8, alpha: float = 0.05,
-                 most: int = 10_000) -> int | None:
-    """Pairs at which a two-sided paired t-test of `effect` with spread `std` has this power.
-
-    None when the effect is zero or more than `most` pairs would be needed.
-    """
-    if std == 0:
-        return 2 if effect else None
-    if not (math.isfinite(effect) and math.isfinite(std)) or effect == 0:
-        return None
-
-    def reaches(n: int) -> bool:
-        t = float(stats.t.ppf(1 - alpha / 2, n - 1))
-        shift = abs(effect) / std * math.sqrt(n)
-        return float(stats.nct.sf(t, n - 1, shift)) >= power
-
-    if abs(effect) / std > 30:
-        return 2
-    low, high = 2, 2
-    while not reaches(high):
-        low, high = high, 2 * high
-        if high > 2 * most:
-            return None
-    while low < high:
-        mid = (low + high) // 2
-        low, high = (low, mid) if reaches(mid) else (mid + 1, high)
-    return low if low <= most else None
-
-
-def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0) -> Verdict:
-    """Verdict of a published claim about (arm - baseline).
-
-    Args:
-      expected: "higher", "lower" or "equal".
-      margin: for "equal": differences up to this size count as none (the noise floor, say); the
-        claim agrees when the whole interval lies within it and differs when all of it lies
-        without. For the others: the claim agrees when the whole interval lies beyond it in the
-        claimed direction, and differs when the effect has the other direction.
-    """
-    c = comparison
-    if c.n < 2 or c.p is None:
-        return Verdict(claim, "not resolvable with these seeds",
-                       f"{c.n} pair(s) of seeds; at least 2 are needed, 5 are usual", 5)
-    text = f"difference {c.difference:.4g}, p {c.p if c.adjusted is None else c.adjusted:.2g}"
-    if c.low is not None:
-        text = (f"difference {c.difference:.4g} [{c.low:.4g}, {c.high:.4g}], "
-                f"p {c.p if c.adjusted is None else c.adjusted:.2g}")
-    if c.lost:
-        text += f", {c.lost} diverged pair(s) not in the mean"
-    if expected == "equal":
-        if c.low is not None and -margin <= c.low and c.high <= margin:
-            return Verdict(claim, "agrees", text)
-        outside = (abs(c.difference) > margin if c.low is None else
-                   c.low > margin or c.high < -margin)
-        if c.resolved and outside:
-            return Verdict(claim, "differs", text)
-        need = seeds_needed(margin, c.std) if c.std is not None and margin else None
-        return Verdict(claim, "not resolvable with these seeds", text, need)
-    sign = {"higher": 1.0, "lower": -1.0}[expected]
-    effect = sign * c.difference
-    # The end of the interval nearest to the margin; without an interval the effect itself.
-    nearest = effect if c.low is None else min(sign * c.low, sign * c.high)
-    if c.resolved and nearest > margin:
-        return Verdict(claim, "agrees", text)
-    if c.resolved and effect <= 0:
-        return Verdict(claim, "differs", text)
-    if c.resolved:  # In the claimed direction, but perhaps not beyond the margin.
-        need = None if c.std is None else seeds_needed(effect - margin, c.std)
-    elif c.std is None:
-        need = None if not math.isfinite(c.difference) and c.n >= 6 else max(6, c.n + 1)
-    else:
-        need = seeds_needed(c.difference, c.std)
-    return Verdict(claim, "not resolvable with these seeds", text, need)
 
 
 def noise_floor(values: Sequence[float]) -> float | None:
