@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from tx_jax.errors import UserError
 from tx_jax.masks import (
     Causal,
+    Dilated,
+    Explicit,
     Full,
+    Global,
     Mask,
     Prefix,
     Rule,
     Window,
+    decode_row,
     dense_mask,
     hide_unseen,
     index_arrays,
@@ -23,8 +27,9 @@ from tx_jax.masks import (
 )
 
 RULES = st.recursive(
-    st.sampled_from([Full(), Causal()]) | st.integers(1, 9).map(Window)
-    | st.integers(0, 9).map(Prefix),
+    st.sampled_from([Full(), Causal(), Explicit("101 010")]) | st.integers(1, 9).map(Window)
+    | st.integers(0, 9).map(Prefix) | st.integers(1, 4).map(Dilated)
+    | st.integers(0, 4).map(Global),
     lambda inner: (st.tuples(inner, inner).map(lambda p: p[0] & p[1])
                    | st.tuples(inner, inner).map(lambda p: p[0] | p[1])
                    | inner.map(lambda r: ~r)), max_leaves=6)
@@ -41,6 +46,12 @@ def truth(rule: Rule, q: int, k: int) -> bool:
             return q - rule.width < k <= q
         case "Prefix":
             return k < rule.length
+        case "Dilated":
+            return (q - k) % rule.step == 0
+        case "Global":
+            return q < rule.count or k < rule.count
+        case "Explicit":
+            return 0 <= q < 2 and 0 <= k < 3 and (q + k) % 2 == 0
         case "And":
             return truth(rule.left, q, k) and truth(rule.right, q, k)
         case "Or":
@@ -85,7 +96,9 @@ def test_allowed_takes_numpy_jax_and_plain_integers(rule, q, k):
     ("causal", Causal()), (" causal & window(256) ", Causal() & Window(256)),
     ("causal | prefix(3)", Causal() | Prefix(3)), ("~(causal | full)", ~(Causal() | Full())),
     ("causal | full & window(2)", Causal() | (Full() & Window(2))),
-    ("causal & (full & window(width=2))", Causal() & (Full() & Window(2)))])
+    ("causal & (full & window(width=2))", Causal() & (Full() & Window(2))),
+    ("causal & (global(2) | dilated(3))", Causal() & (Global(2) | Dilated(3))),
+    ("explicit('10  01') & ~ full", Explicit("10 01") & ~Full())])
 def test_parse(text, rule):
     assert parse_mask(text) == rule
 
@@ -97,6 +110,9 @@ def test_parse(text, rule):
     ("causal(2)", "written causal"), ("window(x)", "must be numbers"), ("window(w=3)", "width"),
     ("__import__('os')", "no mask rule"), ("window(0)", ">= 1"), ("window(-4)", "window(-4)"),
     ("window(2.0)", "2.0"), ("window(True)", "True"), ("prefix(-1)", ">= 0"),
+    ("dilated(0)", ">= 1"), ("global(-1)", ">= 0"), ("globl(1)", "did you mean 'global'"),
+    ("global", "global(count)"), ("explicit('12')", "0 and 1"), ("explicit('1 01')", "one length"),
+    ("explicit('')", "table"), ("explicit(3)", "table"), ("global + full", "'global + full'"),
     ("causal + full", "is not a rule"), ("causal.full", "is not a rule")])
 def test_wrong_text_is_one_sentence(text, says):
     with pytest.raises(UserError) as error:
@@ -191,3 +207,35 @@ def test_hide_unseen_zeroes_only_what_nobody_sees():
     for before, after in zip((q, k, v), hidden, strict=True):
         assert after[0, 0].tolist() == [[0.0, 0.0]] and bool((after[:, 1:] == before[:, 1:]).all())
     assert hide_unseen(None, q, k, v)[0] is q
+
+
+def test_explicit_table_round_trip():
+    table = np.random.default_rng(0).random((4, 6)) < 0.5
+    rule = Explicit.of(table)
+    np.testing.assert_array_equal(rule.table(), table)
+    np.testing.assert_array_equal(dense_mask(rule, 4, 6, 0)[0], table)
+    assert parse_mask(str(rule)) == rule
+    with pytest.raises(UserError, match="int64"):
+        Explicit.of(table.astype(int))
+
+
+def test_key_lengths_and_narrowing():
+    mask = Mask(Causal(), k_lengths_B=jnp.array([0, 2, 9])) & Window(2)
+    got = np.asarray(dense_mask(mask, 3, 3))
+    assert got.sum(axis=2).tolist() == [[0, 0, 0], [1, 2, 1], [1, 2, 2]]
+    for wrong in (lambda: mask | Full(), lambda: ~mask, lambda: mask & mask,
+                  lambda: Mask(prefix_B=jnp.array([1])) & Causal()):
+        with pytest.raises(UserError, match="combine rules first"):
+            wrong()
+    for wrong in (Mask(k_lengths_B=jnp.ones((2, 2), int)), Mask(prefix_B=jnp.ones(2))):
+        with pytest.raises(UserError, match="one integer per example"):
+            dense_mask(wrong, 3, 3)
+
+
+def test_decode_row_is_the_row_of_the_full_mask():
+    rule = Causal() & (Window(3) | Global(1))
+    full = np.asarray(dense_mask(rule, 8, 8))
+    rows = jax.jit(lambda start: decode_row(rule, 8, start))
+    for t in range(8):
+        np.testing.assert_array_equal(rows(jnp.int32(t)), full[:, t])
+    np.testing.assert_array_equal(rows(jnp.array([2, 5])), full[0, [2, 5]])
