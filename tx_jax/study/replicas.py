@@ -1,6 +1,6 @@
 """The replica axis: R runs of one program, compiled once, run by a chosen strategy.
 
-A strategy is a layout (`runner.Layout`): how many devices, how many replicas each device holds at
+A strategy is a layout (`layout.Layout`): how many devices, how many replicas each device holds at
 a time, and whether those are vectorised (`vmap`) or looped (`lax.map`). One loop, `Runner.run`,
 serves them all: each round it fills the slots with unfinished replicas and runs one chunk.
 
@@ -22,7 +22,8 @@ import jax
 import numpy as np
 
 from tx_jax.errors import UserError, nearest
-from tx_jax.study.runner import Keys, Layout, Program, Runner, Tree, compile_runner
+from tx_jax.study.layout import Keys, Layout, Program, Tree
+from tx_jax.study.runner import Runner, compile_runner
 
 __all__ = ("STRATEGIES", "Program", "Result", "candidates", "make_layout", "run_replicas")
 
