@@ -90,7 +90,7 @@ def test_resolution_names_what_runs():
     assert resolve(["jax_nn", "reference"], request_of(Q, Q, Q))[0] == "jax_nn"
     name, function = resolve("tx_jax.attention.jax_nn:attend", request_of(Q, Q, Q))
     assert name == "tx_jax.attention.jax_nn:attend" and callable(function)
-    with pytest.raises(UserError, match="'jax_nn' cannot do a soft cap; use .*=reference"):
+    with pytest.raises(UserError, match="'jax_nn' cannot do a soft cap; use .*=blockwise"):
         resolve("jax_nn", request)
     with pytest.raises(UserError, match="cannot do a soft cap"):
         resolve("tx_jax.attention.jax_nn:attend", request)
@@ -126,7 +126,7 @@ def test_capability_matrix_lists_every_implementation():
     lines = capability_matrix().splitlines()
     assert lines[0].split("|")[2:-1] == [f" {name} " for name in NAMES]
     row = next(line for line in lines if "soft cap" in line)
-    assert row.split("|")[2:-1] == [" – ", " yes "]
+    assert row.split("|")[2:-1] == [" yes ", " – ", " yes "]
 
 
 # Dropout.

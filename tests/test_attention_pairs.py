@@ -75,7 +75,7 @@ def test_other_implementations_agree_or_refuse(name, number):
     args, options = make_call(PAIRS[number], seed=number)
     request = request_of(*args, **{n: o for n, o in options.items() if n != "score_params"})
     if implementations()[name].lacks(request):
-        with pytest.raises(UserError, match=f"'{name}' cannot do .*attention=reference"):
+        with pytest.raises(UserError, match=f"'{name}' cannot do .*attention=blockwise"):
             run(args, options, name)
         clean = {n: None for n in ("softcap", "sink", "dropout")}
         simple = PAIRS[number] | clean | {"v_width": 4, "score": "scaled_dot"}

@@ -1,6 +1,7 @@
 """Attention: one contract (`_contract.py`), implementations of the same mathematics (files of this
 folder without `_`, each compared with `reference.py`), and score functions, which are variants."""
 
+from tx_jax.attention._bias import Bias
 from tx_jax.attention._capabilities import Capabilities, Request
 from tx_jax.attention._contract import (
     attend,
@@ -14,6 +15,6 @@ from tx_jax.attention._matrix import capability_matrix
 from tx_jax.attention._trace import attention_statistics, attention_weights
 from tx_jax.attention.scores import ScoreFunction, make_score
 
-__all__ = ["Capabilities", "Dropout", "Request", "ScoreFunction", "attend", "attention_statistics",
-           "attention_weights", "capability_matrix", "implementations", "make_score", "request_of",
-           "resolve", "source_hash"]
+__all__ = ["Bias", "Capabilities", "Dropout", "Request", "ScoreFunction", "attend",
+           "attention_statistics", "attention_weights", "capability_matrix", "implementations",
+           "make_score", "request_of", "resolve", "source_hash"]

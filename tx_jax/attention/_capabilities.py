@@ -7,7 +7,10 @@ from typing import Any
 FEATURES = {
     "segments": "segment ids",
     "prefix_lengths": "prefix lengths per example",
+    "key_lengths": "key lengths per example",
     "bias": "a dense bias",
+    "pair_bias": "a bias function",
+    "row_bias": "a bias on whole rows (CoPE)",
     "softcap": "a soft cap",
     "sink": "sinks",
     "dropout": "dropout",
@@ -26,7 +29,10 @@ FEATURES = {
 class _Features:
     segments: bool = False
     prefix_lengths: bool = False
+    key_lengths: bool = False
     bias: bool = False
+    pair_bias: bool = False
+    row_bias: bool = False
     softcap: bool = False
     sink: bool = False
     dropout: bool = False
@@ -60,10 +66,13 @@ class Capabilities(_Features):
     Attributes:
       rules: names of the mask rules it takes, in any combination; None = any rule.
       memory: growth of its memory, in letters.
+      jvp: whether forward-mode derivatives work (jvp, jacfwd, Hessians); otherwise JAX refuses them
+        with a TypeError. Reverse mode always works.
     """
 
     rules: frozenset[str] | None = frozenset()
     memory: str = ""
+    jvp: bool = True
 
     @classmethod
     def everything(cls, **changes: Any) -> "Capabilities":

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tx_jax.attention._bias import Bias
 from tx_jax.attention._dropout import Dropout
 from tx_jax.attention.scores import ScoreFunction
 from tx_jax.errors import UserError
@@ -40,13 +41,16 @@ def _kind(value: Any) -> str:
     return repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
 
 
-def check_bias(bias: Any, shape_BNTS: tuple[int, ...]) -> jax.Array | None:
-    """The bias as a rank-4 array that broadcasts to [B, N, T, S], or UserError."""
+def check_bias(bias: Any, shape_BNTS: tuple[int, ...]) -> jax.Array | Bias | None:
+    """A bias function, or the bias as a rank-4 array that broadcasts to [B, N, T, S]."""
     if bias is None:
         return None
+    if isinstance(bias, Bias):
+        bias.check(shape_BNTS[0], *shape_BNTS[2:])
+        return bias
     if not isinstance(bias, jax.Array) or not jnp.issubdtype(bias.dtype, jnp.floating):
         raise UserError(f"bias must be a floating-point array, not {_kind(bias)}; give True/False "
-                        "masks as mask.")
+                        "masks as mask and functions as Bias(function, params).")
     fits = len(bias.shape) <= 4 and all(
         b in (1, full) for b, full in zip(bias.shape[::-1], shape_BNTS[::-1], strict=False))
     if not fits:
@@ -61,7 +65,7 @@ def check_options(*, mask: Mask | None, score: ScoreFunction, score_params: Any,
     B, N, T, S = shape_BNTS
     if mask is not None:
         check_mask(mask, T, S)
-        for name in ("q_segments_BT", "k_segments_BS", "prefix_B"):
+        for name in ("q_segments_BT", "k_segments_BS", "prefix_B", "k_lengths_B"):
             array = getattr(mask, name)
             if array is not None and array.shape[0] not in (1, B):
                 raise UserError(f"{name} of the mask has shape {tuple(array.shape)} but the batch "

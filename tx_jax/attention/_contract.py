@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.attention import _check
+from tx_jax.attention._bias import Bias
 from tx_jax.attention._capabilities import Capabilities, Request
 from tx_jax.attention._dropout import Dropout
 from tx_jax.attention._scale import parse_scale, resolve_scale
@@ -26,7 +27,7 @@ AUTO = ("reference",)
 
 
 def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
-           mask: Mask | Rule | None = None, bias: jax.Array | None = None,
+           mask: Mask | Rule | None = None, bias: jax.Array | Bias | None = None,
            score: str | ScoreFunction = "scaled_dot", scale: Any = None,
            softcap: float | None = None, dropout: Dropout | None = None,
            sink: jax.Array | None = None, q_start: Any = None,
@@ -41,7 +42,8 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
       q_BTNH: queries, float. k_BSKH: keys, K dividing N; query head n meets key head n // (N/K).
       v_BSKH: values; their width may differ from that of keys. All share one dtype.
       mask: a rule or a `Mask`; None = every query sees every key.
-      bias: array that broadcasts to [B, N, T, S] (rank <= 4); minus infinity forbids a pair.
+      bias: array that broadcasts to [B, N, T, S] (rank <= 4), where minus infinity forbids a pair;
+        or a `Bias`, a function of positions that is never stored whole.
       score: name, call string or object of a score function, see `attention/scores`.
       scale: None (the score's own rule), a number (may be traced), or "none", "1/sqrt(d)", "1/d",
         "log_n(L)".
@@ -89,12 +91,15 @@ def request_of(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, *, mask: Any = None, bias:
     score = make_score(score)
     mask = None if mask is None else as_mask(mask)
     rule, value = parse_scale(scale, score)
+    kind = bias.kind if isinstance(bias, Bias) else None
     traced_start = isinstance(q_start, jax.Array)
     return Request(
         rules=frozenset() if mask is None else mask.rule.names(),
         segments=mask is not None and mask.q_segments_BT is not None,
         prefix_lengths=mask is not None and mask.prefix_B is not None,
-        bias=bias is not None, softcap=softcap is not None, sink=sink is not None,
+        key_lengths=mask is not None and mask.k_lengths_B is not None,
+        bias=bias is not None and kind is None, pair_bias=kind == "pair", row_bias=kind == "rows",
+        softcap=softcap is not None, sink=sink is not None,
         dropout=dropout is not None and dropout.rate > 0,
         gqa=q_BTNH.shape[2] != k_BSKH.shape[2], v_width=v_BSKH.shape[3] != k_BSKH.shape[3],
         traced_scale=isinstance(value, jax.Array), row_scale=rule == "log_n",

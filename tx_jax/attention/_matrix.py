@@ -12,5 +12,6 @@ def capability_matrix() -> str:
                                  for c in table.values()]])
     rows += [[words, *["yes" if getattr(c, name) else "–" for c in table.values()]]
              for name, words in FEATURES.items()]
+    rows.append(["forward-mode derivatives", *["yes" if c.jvp else "–" for c in table.values()]])
     rows.append(["memory grows as", *[c.memory for c in table.values()]])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"

@@ -8,11 +8,13 @@ everything runs in float32.
 import jax
 import jax.numpy as jnp
 
+from tx_jax.attention._bias import Bias, dense_bias
 from tx_jax.attention._capabilities import Capabilities
 from tx_jax.masks import dense_mask, hide_unseen
 
 CAPABILITIES = Capabilities.everything(softcap=False, sink=False, dropout=False, v_width=False,
-                                       other_score=False, float64=False, memory="N T S")
+                                       other_score=False, float64=False, row_bias=False,
+                                       memory="N T S")
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, softcap, dropout,
@@ -24,6 +26,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
     if jnp.ndim(scale):  # one factor per row, [1|B, 1, T, 1] -> [1|B, T, 1, 1]
         q, scale = q * jnp.swapaxes(scale, 1, 2), 1.0
     allowed = None if mask is None else dense_mask(mask, T, S, q_start)[:, None]
+    if isinstance(bias, Bias):
+        bias = dense_bias(bias, q.shape[2], T, S, q_start)
     if bias is not None:
         finite = bias > -jnp.inf
         bias = jnp.where(finite, bias, 0).astype(jnp.float32)

@@ -8,6 +8,7 @@ JAX's current matmul precision; where that is below float32 (GPUs), raise it to 
 import jax
 import jax.numpy as jnp
 
+from tx_jax.attention._bias import Bias, dense_bias
 from tx_jax.attention._capabilities import Capabilities
 from tx_jax.attention._dropout import drop
 from tx_jax.dtypes import wide
@@ -49,12 +50,14 @@ def masked_logits(q_BTNH, k_BSKH, *, mask, bias, score, score_params, scale, sof
     logits = logits * jnp.asarray(scale, logits.dtype)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    (T, N), S = q_BTNH.shape[1:3], k_BSKH.shape[1]
+    allowed = True if mask is None else dense_mask(mask, T, S, q_start)[:, None]
+    if isinstance(bias, Bias):
+        bias = (dense_bias(bias, N, T, S, q_start) if bias.kind == "pair" else
+                bias.function(bias.params, q_BTNH, jnp.where(allowed, logits, -jnp.inf)))
     if bias is not None:
         logits = logits + bias.astype(logits.dtype)
-    if mask is not None:
-        allowed_BTS = dense_mask(mask, q_BTNH.shape[1], k_BSKH.shape[1], q_start)
-        logits = jnp.where(allowed_BTS[:, None], logits, -jnp.inf)
-    return logits
+    return jnp.where(allowed, logits, -jnp.inf)
 
 
 def weighted_sum(weights_BNTS, v_BSKH):

@@ -36,6 +36,19 @@ class Mask:
     prefix_B: jax.Array | None = None
     k_lengths_B: jax.Array | None = None
 
+    def allowed(self, q_idx: jax.Array, k_idx: jax.Array) -> jax.Array:
+        """Bool [1|B, T, S] at absolute indices q_idx [1|B, T, 1] and k_idx [1, 1, S], which segment
+        ids fit."""
+        allowed_BTS = self.rule.allowed(q_idx, k_idx)
+        if self.prefix_B is not None:
+            allowed_BTS = allowed_BTS | (k_idx < self.prefix_B[:, None, None] + 0 * q_idx)
+        if self.k_lengths_B is not None:
+            allowed_BTS = allowed_BTS & (k_idx < self.k_lengths_B[:, None, None])
+        if self.q_segments_BT is not None:
+            q_seg, k_seg = self.q_segments_BT[:, :, None], self.k_segments_BS[:, None, :]
+            allowed_BTS = allowed_BTS & (q_seg == k_seg) & (q_seg != 0)
+        return allowed_BTS
+
     def __and__(self, other: Rule) -> "Mask":
         if not isinstance(other, Rule) or self.prefix_B is not None:
             raise UserError("a Mask narrows by `mask & rule` only, and not with prefix lengths; "
@@ -80,16 +93,7 @@ def dense_mask(mask: Mask | Rule, T: int, S: int, q_start: ArrayLike | None = No
     """
     mask = as_mask(mask)
     check_mask(mask, T, S)
-    q_idx, k_idx = index_arrays(T, S, q_start)
-    allowed_BTS = mask.rule.allowed(q_idx, k_idx)
-    if mask.prefix_B is not None:
-        allowed_BTS = allowed_BTS | (k_idx < mask.prefix_B[:, None, None] + 0 * q_idx)
-    if mask.k_lengths_B is not None:
-        allowed_BTS = allowed_BTS & (k_idx < mask.k_lengths_B[:, None, None])
-    if mask.q_segments_BT is not None:
-        q_seg, k_seg = mask.q_segments_BT[:, :, None], mask.k_segments_BS[:, None, :]
-        allowed_BTS = allowed_BTS & (q_seg == k_seg) & (q_seg != 0)
-    return allowed_BTS
+    return mask.allowed(*index_arrays(T, S, q_start))
 
 
 def decode_row(mask: Mask | Rule, S: int, q_start: ArrayLike) -> jax.Array:
