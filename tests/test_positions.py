@@ -163,7 +163,7 @@ def test_embed_adds_at_the_given_positions(key):
         rows = encoding.embed(params, jnp.zeros((1, 2, 6)), jnp.array([[0, 1]]))[0]
         np.testing.assert_array_equal(encoding.embed(params, x, pos), rows[pos])
         assert encoding.rotate(params, x[:, :, None], pos) is not None
-        assert encoding.bias(params) is None
+        assert encoding.bias_kind == "" and not encoding.per_layer
 
 
 def test_none_is_the_identity(key):

@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Turns per position as a 64-bit fraction of one turn: its upper and its lower 32 bits.
+Turns = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
+
 
 def frequencies(base: float, width: int) -> np.ndarray:
     """base^(-2i/width) for each pair i of `width` (odd: the last lone column too), float64."""
@@ -22,17 +25,38 @@ def angles(pos_BT: jax.Array, frequency_F: np.ndarray, dtype=jnp.float32) -> jax
       frequency_F: radians per position, static.
       dtype: float32, or float64 for references.
     """
+    return angles_of(pos_BT, turns(frequency_F), dtype)
+
+
+def turns(frequency_F: np.ndarray) -> Turns:
+    """Radians per position, static, as turns [F]."""
     turns_F = (np.asarray(frequency_F, np.float64) / (2 * np.pi) % 1.0 * 2.0**64).astype(np.uint64)
-    high_F = jnp.asarray((turns_F >> np.uint64(32)).astype(np.uint32))
-    low_F = jnp.asarray((turns_F & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+    return ((turns_F >> np.uint64(32)).astype(np.uint32),
+            (turns_F & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+
+
+def traced_turns(frequency: jax.Array) -> Turns:
+    """Radians per position that are known at run time only, as turns.
+
+    The frequency is as good as its dtype (relative error 1e-7 in float32), which queries and keys
+    share: their relative angle (m - n) * frequency stays exact however far out m and n are.
+    """
+    turn = frequency / (2 * np.pi)
+    scaled = (turn - jnp.floor(turn)) * 2.0**32
+    high = jnp.floor(scaled)
+    return high.astype(jnp.uint32), ((scaled - high) * 2.0**32).astype(jnp.uint32)
+
+
+def angles_of(pos_BT: jax.Array, turn: Turns, dtype=jnp.float32) -> jax.Array:
+    """The angles [B, T, F] at `turns` that are [F], or [B, 1, F] where examples differ."""
+    high, low = (jnp.asarray(word).reshape((1,) * (3 - word.ndim) + word.shape) for word in turn)
+    shape = jnp.broadcast_shapes((*pos_BT.shape, 1), high.shape)
+    high, low = jnp.broadcast_to(high, shape), jnp.broadcast_to(low, shape)
     distance = jnp.abs(pos_BT.astype(jnp.int32)).astype(jnp.uint32)[..., None]
-    shape = (*pos_BT.shape, high_F.size)
     distance = jnp.broadcast_to(distance, shape)
-    turn = distance * jnp.broadcast_to(high_F, shape) + _high_word(
-        distance, jnp.broadcast_to(low_F, shape))
     # As a signed number the fraction of a turn lies in [-1/2, 1/2), where float32 is finest.
-    signed = jax.lax.bitcast_convert_type(turn, jnp.int32).astype(dtype)
-    angle = signed * (2 * np.pi / 2**32)
+    fraction = distance * high + _high_word(distance, low)
+    angle = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(dtype) * (2 * np.pi / 2**32)
     return jnp.where(pos_BT[..., None] < 0, -angle, angle)
 
 

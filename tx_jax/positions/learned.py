@@ -9,24 +9,28 @@ import numpy as np
 
 from tx_jax.errors import UserError
 from tx_jax.positions import _base
+from tx_jax.positions._options import check_number
 
 
 @dataclass(frozen=True)
 class Encoding(_base.Encoding):
-    """A table of `length` rows (0 = the context the model is built for).
+    """A table with a row per position, added to the embedding.
 
     A position outside the table is never clamped: where positions are known while tracing, or the
     input is longer than the table, it is a UserError; inside a compiled program its embedding is
     NaN, which the training loop stops at.
+
+    Attributes:
+      length: rows of the table; 0 = the context the model is built for.
+      init_std: standard deviation of the rows at the start.
     """
 
     length: int = 0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 0:
-            raise UserError(f"learned(length={self.length!r}) must be a whole number of rows, or 0 "
-                            "for the model's context.")
+        check_number(self, "length", low=0, whole=True)
+        check_number(self, "init_std", low=0)
 
     @property
     def max_length(self) -> int | None:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.dtypes import wide
-from tx_jax.errors import UserError
 from tx_jax.positions import _base
 from tx_jax.positions._angles import angles, frequencies
+from tx_jax.positions._options import check_number
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class Encoding(_base.Encoding):
     base: float = 10000.0
 
     def __post_init__(self) -> None:
-        if not self.base > 0:
-            raise UserError(f"sinusoidal(base={self.base}) needs a base above 0.")
+        check_number(self, "base", above=0)
 
     def embed(self, params: _base.Params, x_BTD: jax.Array, pos_BT: jax.Array) -> jax.Array:
         _base.check_positions(pos_BT, x_BTD.shape[:2])
