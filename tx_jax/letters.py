@@ -3,6 +3,8 @@
     B batch        T query length    S key length      D model width    F hidden width
     N query heads  K key/value heads G = N / K group   H head width     V vocabulary
     L layers (stacked in front of the parameters of a scanned block)    R replicas
+    In position schemes only: C rows of a table    P columns of a position vector
+    E hidden width of a small MLP    U one number
 
 Arrays carry them as a suffix (`x_BTD`), and so do parameters (`q_DNH`); einsum equations use the
 same letters. The two tables below are the whole sharding policy: a letter sits on a mesh axis, for
