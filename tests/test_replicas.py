@@ -1,5 +1,7 @@
 """The replica axis: every strategy gives each replica what its lone run gives."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 from tx_jax.errors import UserError
 from tx_jax.study.flops import count_flops
+from tx_jax.study.layout import Keys
 from tx_jax.study.replicas import STRATEGIES, Program, candidates, make_layout, run_replicas
+from tx_jax.study.runner import _Pool
 
 TRACES = []
 
@@ -132,6 +136,37 @@ def test_auto_times_its_candidates_takes_the_fastest_and_remembers_it(cache):
     again = run_replicas(PROGRAM, _replicas(5), SHARED, 2, devices=devices, cache=local)
     assert (again.timings, again.strategy) == (result.timings, result.strategy)
     assert candidates(1, devices) == ("sequential",)
+
+
+def _runner(cache, strategy):
+    run_replicas(PROGRAM, _replicas(5), SHARED, 1, strategy=strategy, devices=jax.devices()[:2],
+                 cache=cache)
+    layout = make_layout(strategy, 5, jax.devices()[:2])
+    return next(v for k, v in cache.items() if k[0] == layout)
+
+
+def _raw():
+    return jax.tree.map(np.asarray, Keys.of(_replicas(5)).unwrap(_replicas(5)))
+
+
+def test_a_queue_is_timed_by_full_rounds(cache, monkeypatch):
+    """Five on two devices take 2.5 rounds a chunk; the third round of one chunk is half empty."""
+    clock, active = iter([0.0, 2.0]), []
+    runner = _runner(cache, "queue")
+
+    def watched(flags, *args):
+        active.extend(np.asarray(flags).tolist())
+        return runner.step_fn(flags, *args)
+
+    monkeypatch.setattr("tx_jax.study.runner.time.perf_counter", lambda: next(clock))
+    timed = dataclasses.replace(runner, step_fn=watched).time_chunk(_raw(), SHARED, 4)
+    assert active == [True] * 4 and timed == 2.0 / 2 * 10 / 4
+
+
+def test_a_replica_returns_to_the_device_that_holds_its_carry(cache):
+    pool = _Pool(_runner(cache, "queue"), _raw(), SHARED, 5)
+    seen = [pool.seat(wanted) for wanted in ([0, 1], [2, 3], [4, 0], [1, 2], [3, 4])]
+    assert seen == [[0, 1], [2, 3], [4, 0], [2, 1], [4, 3]], "4 and 0 both lie on the first"
 
 
 def test_queue_is_balanced_and_seconds_are_shared_by_chunks_run(cache):

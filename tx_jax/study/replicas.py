@@ -95,7 +95,7 @@ def run_replicas(program: Program, replicas: Tree, shared: Tree, chunks: int, *,
 
     Args:
       replicas: pytree of arrays, leaves [R, ...]; shared: pytree of arrays common to all replicas.
-      strategy: a name, or "auto": time one chunk under each of `candidates`, take the fastest and
+      strategy: a name, or "auto": time a chunk under each of `candidates`, take the fastest and
         remember it in `cache`.
       devices: default all local devices.
       stop: host function of one replica's record (numpy); True ends that replica after this chunk.
@@ -129,7 +129,7 @@ def run_replicas(program: Program, replicas: Tree, shared: Tree, chunks: int, *,
             compiled += cache[index].compile_seconds
         runners[name] = cache[index]
     if len(names) > 1:
-        timings = cache["timings", problem] = time_runners(runners, raw, shared)
+        timings = cache["timings", problem] = time_runners(runners, raw, shared, chunks)
     name = min(timings, key=timings.__getitem__) if timings else names[0]
     began = time.perf_counter()
     carries, records, lengths = runners[name].run(
@@ -138,13 +138,13 @@ def run_replicas(program: Program, replicas: Tree, shared: Tree, chunks: int, *,
                   runners[name].flops)
 
 
-def time_runners(runners: dict[str, Runner], replicas: Tree, shared: Tree,
+def time_runners(runners: dict[str, Runner], replicas: Tree, shared: Tree, chunks: int,
                  repeats: int = 2) -> dict[str, float]:
     """Seconds per chunk of all replicas: interleaved, the quickest of `repeats`."""
     best = dict.fromkeys(runners, math.inf)
     for _ in range(repeats):
         for name, runner in runners.items():
-            best[name] = min(best[name], runner.time_chunk(replicas, shared))
+            best[name] = min(best[name], runner.time_chunk(replicas, shared, chunks))
     return best
 
 

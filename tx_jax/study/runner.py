@@ -63,17 +63,21 @@ class Runner:
         return self.keys.wrap(pool.carries()), _stack_records(rows, chunks), np.array(
             [len(x) for x in rows])
 
-    def time_chunk(self, replicas: Tree, shared: Tree) -> float:
-        """Wall seconds of one chunk of every replica, from fresh carries."""
-        count = len(jax.tree.leaves(replicas)[0])
+    def time_chunk(self, replicas: Tree, shared: Tree, chunks: int) -> float:
+        """Wall seconds per chunk of every replica in a run of `chunks`, from fresh carries.
+
+        Times rounds without an empty slot: over a run of many chunks a queue has hardly any other.
+        """
+        count, slots = len(jax.tree.leaves(replicas)[0]), self.layout.slots
         pool = _Pool(self, replicas, shared, count)
         jax.block_until_ready(pool.parts or pool.stacked)
-        began, records = time.perf_counter(), []
-        for first in range(0, count, self.layout.slots):
-            pool.seat(list(range(first, min(count, first + self.layout.slots))))
+        began, records, full = time.perf_counter(), [], max(1, count // slots)
+        for first in range(0, full * slots, slots):
+            pool.seat(list(range(first, min(count, first + slots))))
             records.append(pool.step())
         jax.block_until_ready(records)
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        return seconds / full * max(chunks, math.ceil(count * chunks / slots)) / chunks
 
 
 class _Pool:
@@ -91,6 +95,7 @@ class _Pool:
         self.stacked: Tree = None
         self.parts: list[Tree] = []
         slots = self.layout.slots
+        self.home = [r % slots for r in range(count)]  # the slot a replica sat in last
         for first in range(0, count, slots):
             chosen = [min(first + i, count - 1) for i in range(slots)]
             carry = runner.init_fn(self._place(_take(replicas, chosen)), self.shared)
@@ -111,10 +116,13 @@ class _Pool:
             answer = [r if r in chosen else -1 for r in range(self.count)]
             answer += [-1] * (slots - self.count)
         else:
-            chosen = set(wanted[:slots])
-            stay = [r if r in chosen else -1 for r in self.seated or [-1] * slots]
-            fresh = [r for r in wanted[:slots] if r not in stay]
-            answer = [r if r >= 0 or not fresh else fresh.pop(0) for r in stay]
+            answer, moving = [-1] * slots, []
+            for r in wanted[:slots]:  # to the device that holds its carry, if that slot is free
+                if answer[self.home[r]] < 0:
+                    answer[self.home[r]] = r
+                else:
+                    moving.append(r)
+            answer = [r if r >= 0 or not moving else moving.pop(0) for r in answer]
         if answer != self.seated:
             if not self.resident:
                 self._leave()
@@ -144,6 +152,8 @@ class _Pool:
         if self.seated:
             for slot, part in enumerate(self._split(self.stacked)):
                 r = self.seated[slot]
+                if r >= 0:
+                    self.home[r] = slot
                 self.parts[r if r >= 0 else self.count + slot] = part
             self.seated, self.stacked = [], None
 
@@ -157,7 +167,8 @@ class _Pool:
         return [form.unflatten([s[i].data for s in shards]) for i in range(len(order))]
 
     def _join(self, parts: Sequence[Tree]) -> Tree:
-        moved = [jax.device_put(p, d) for p, d in zip(parts, self.layout.devices, strict=True)]
+        moved = [p if next(iter(jax.tree.leaves(p)[0].devices())) == d else jax.device_put(p, d)
+                 for p, d in zip(parts, self.layout.devices, strict=True)]
         return jax.tree.map(lambda *xs: jax.make_array_from_single_device_arrays(
             (len(xs), *xs[0].shape[1:]), self.layout.sharding, list(xs)), *moved)
 
