@@ -54,7 +54,9 @@ Q = jnp.ones((2, 3, 4, 8))
     ({"implementation": "refrence"}, "did you mean 'reference'"),
     ({"implementation": []}, "[]"), ({"implementation": 3}, "3"),
     ({"implementation": "no_such_module:fn"}, "cannot be imported"),
-    ({"implementation": "math:nothing"}, "cannot be imported")])
+    ({"implementation": "math:nothing"}, "cannot be imported"),
+    ({"implementation": "math:sqrt"}, "does not take"),
+    ({"implementation": lambda q, k, v: v}, "mask, bias")])
 def test_wrong_arguments_are_one_sentence(change, says):
     arrays = [change.get(n, Q) for n in "qkv"]
     options = {n: o for n, o in change.items() if n not in "qkv"}

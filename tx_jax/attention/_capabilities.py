@@ -53,10 +53,12 @@ class Request(_Features):
     Attributes:
       rules: names of the elementary mask rules in use.
       score: name of the score function.
+      logits: their number, B * N * T * S.
     """
 
     rules: frozenset[str] = frozenset()
     score: str = "scaled_dot"
+    logits: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,15 @@ from tx_jax.attention.scores import DotProduct, ScoreFunction, make_score
 from tx_jax.errors import UserError, nearest
 from tx_jax.masks import Mask, Rule, as_mask
 
+# What an implementation takes besides queries, keys and values.
+KEYWORDS = ("mask", "bias", "score", "score_params", "scale", "softcap", "dropout", "sink",
+            "q_start")
+
 Implementation = str | Callable[..., jax.Array] | Sequence[Any] | None
 
-# "auto" tries these in order.
-AUTO = ("reference",)
+# Up to so many logits "auto" takes the reference: they stay in a processor's cache, where keeping
+# the weights beats computing them again.
+SMALL = 2**17
 
 
 def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
@@ -31,8 +37,8 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
            score: str | ScoreFunction = "scaled_dot", scale: Any = None,
            softcap: float | None = None, dropout: Dropout | None = None,
            sink: jax.Array | None = None, q_start: Any = None,
-           implementation: Implementation = None, score_params: Mapping[str, Any] | None = None
-           ) -> jax.Array:
+           implementation: Implementation = None, score_params: Mapping[str, Any] | None = None,
+           head_width: int | None = None) -> jax.Array:
     """Attention (Vaswani et al. 2017, equation 1) with the options of its descendants.
 
     Order: score -> scale -> softcap -> + bias -> mask -> softmax in float32 -> dropout -> weighted
@@ -52,9 +58,12 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
       sink: [N], a logit per head that joins the softmax without a value (gpt-oss).
       q_start: absolute index of the first query, a scalar or one per example; default S - T, the
         only rule under which cached decoding equals the full forward pass.
-      implementation: None or "auto"; the name of a file of `attention/`; "module:function"; a
-        callable; or a list of these, of which the first that can do the call is taken.
+      implementation: None or "auto", the best for the device and size; the name of a file of
+        `attention/`; "module:function"; a callable; or a list of these, of which the first that can
+        do the call is taken.
       score_params: parameters of the score function, from its `init`.
+      head_width: the d of the scale rules, where a position scheme has widened queries and keys;
+        default: the width of q.
 
     Returns:
       [B, T, N, width of v] in the dtype of v.
@@ -72,7 +81,7 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
     request = request_of(q_BTNH, k_BSKH, v_BSKH, mask=mask, bias=bias, score=score, scale=scale,
                          softcap=softcap, dropout=dropout, sink=sink, q_start=q_start)
     _, function = resolve(implementation, request)
-    scale = resolve_scale(scale, score, H, mask, T, S, q_start)
+    scale = resolve_scale(scale, score, head_width or H, mask, T, S, q_start)
     if 0 in (B, T, N, S, v_BSKH.shape[3]):
         return jnp.zeros((B, T, N, v_BSKH.shape[3]), v_BSKH.dtype)
     return function(q_BTNH, k_BSKH, v_BSKH, mask=mask, bias=bias, score=score,
@@ -105,6 +114,7 @@ def request_of(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, *, mask: Any = None, bias:
         traced_scale=isinstance(value, jax.Array), row_scale=rule == "log_n",
         shifted=traced_start or q_start not in (None, k_BSKH.shape[1] - q_BTNH.shape[1]),
         traced_start=traced_start, score=score.name,
+        logits=math.prod(q_BTNH.shape[:3]) * k_BSKH.shape[1],
         other_score=not isinstance(score, DotProduct), float64=q_BTNH.dtype == jnp.float64)
 
 
@@ -132,7 +142,7 @@ def resolve(implementation: Implementation, request: Request
         missing and which implementation can.
     """
     if implementation is None or (isinstance(implementation, str) and implementation == "auto"):
-        implementation = AUTO
+        implementation = "reference" if request.logits <= SMALL else "blockwise"
     if isinstance(implementation, str) or callable(implementation):
         implementation = (implementation,)
     if not isinstance(implementation, Sequence) or not implementation:
@@ -172,6 +182,7 @@ def _load(choice: Any) -> tuple[str, Callable[..., jax.Array], Capabilities]:
     """Name, function and capabilities of one implementation."""
     if callable(choice):
         name = f"{getattr(choice, '__module__', '?')}:{getattr(choice, '__qualname__', choice)}"
+        _check_signature(name, choice)
         return name, choice, getattr(choice, "CAPABILITIES", Capabilities.everything())
     if not isinstance(choice, str):
         raise UserError(f"implementation {choice!r} is not a name, a callable or "
@@ -189,5 +200,16 @@ def _load(choice: Any) -> tuple[str, Callable[..., jax.Array], Capabilities]:
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(f"attention '{choice}' cannot be imported ({error}); write it like "
                         "my_package.my_module:my_function.") from None
+    _check_signature(choice, function)
     default = getattr(module, "CAPABILITIES", Capabilities.everything())
     return choice, function, getattr(function, "CAPABILITIES", default)
+
+
+def _check_signature(name: str, function: Any) -> None:
+    """Raise UserError unless outside code takes what implementations are given."""
+    try:
+        inspect.signature(function).bind("q", "k", "v", **dict.fromkeys(KEYWORDS))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"attention '{name}' does not take the arguments of an implementation "
+                        f"({error}); write it as attend(q_BTNH, k_BSKH, v_BSKH, *, "
+                        f"{', '.join(KEYWORDS)}).") from None

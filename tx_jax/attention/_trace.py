@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.attention import _check
+from tx_jax.attention._bias import Bias
 from tx_jax.attention._scale import resolve_scale
 from tx_jax.attention.reference import masked_logits
 from tx_jax.attention.scores import ScoreFunction, make_score
@@ -14,18 +15,19 @@ from tx_jax.masks import Mask, Rule, as_mask, hide_unseen
 
 
 def attention_weights(q_BTNH: jax.Array, k_BSKH: jax.Array, *, mask: Mask | Rule | None = None,
-                      bias: jax.Array | None = None, score: str | ScoreFunction = "scaled_dot",
-                      scale: Any = None, softcap: float | None = None,
+                      bias: jax.Array | Bias | None = None,
+                      score: str | ScoreFunction = "scaled_dot", scale: Any = None, softcap: float | None = None,
                       sink: jax.Array | None = None, q_start: Any = None,
-                      score_params: Mapping[str, Any] | None = None
-                      ) -> tuple[jax.Array, jax.Array]:
+                      score_params: Mapping[str, Any] | None = None,
+                      head_width: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Weights before dropout [B, N, T, S] and log-sum-exp of the logits [B, N, T].
 
     Arguments as in `attend`. Both are float32 or wider; a row without keys has weights 0 and
     log-sum-exp minus infinity. With a sink the weights of a row sum to less than 1.
     """
     logits = _logits(q_BTNH, k_BSKH, mask=mask, bias=bias, score=score, scale=scale,
-                     softcap=softcap, q_start=q_start, score_params=score_params)
+                     softcap=softcap, q_start=q_start, score_params=score_params,
+                     head_width=head_width)
     lse_BNT = _log_sum_exp(logits)
     if sink is not None:
         lse_BNT = jnp.logaddexp(lse_BNT, sink.astype(logits.dtype)[None, :, None])
@@ -71,7 +73,7 @@ def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array, **options: Any
 
 
 def _logits(q_BTNH, k_BSKH, *, mask=None, bias=None, score="scaled_dot", scale=None, softcap=None,
-            q_start=None, score_params=None):
+            q_start=None, score_params=None, head_width=None):
     score = make_score(score)
     mask = None if mask is None else as_mask(mask)
     _check.check_qkv(q_BTNH, k_BSKH)
@@ -81,7 +83,7 @@ def _logits(q_BTNH, k_BSKH, *, mask=None, bias=None, score="scaled_dot", scale=N
                          dropout=None, sink=None, q_start=q_start, shape_BNTS=(B, N, T, S))
     q, k, _ = hide_unseen(mask, q_BTNH, k_BSKH, k_BSKH, q_start)
     return masked_logits(q, k, mask=mask, bias=bias, score=score, score_params=score_params or {},
-                         scale=resolve_scale(scale, score, H, mask, T, S, q_start),
+                         scale=resolve_scale(scale, score, head_width or H, mask, T, S, q_start),
                          softcap=softcap, q_start=q_start)
 
 
