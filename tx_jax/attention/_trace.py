@@ -16,7 +16,8 @@ from tx_jax.masks import Mask, Rule, as_mask, hide_unseen
 
 def attention_weights(q_BTNH: jax.Array, k_BSKH: jax.Array, *, mask: Mask | Rule | None = None,
                       bias: jax.Array | Bias | None = None,
-                      score: str | ScoreFunction = "scaled_dot", scale: Any = None, softcap: float | None = None,
+                      score: str | ScoreFunction = "scaled_dot", scale: Any = None,
+                      softcap: float | None = None,
                       sink: jax.Array | None = None, q_start: Any = None,
                       score_params: Mapping[str, Any] | None = None,
                       head_width: int | None = None) -> tuple[jax.Array, jax.Array]:
