@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax import layers
-from tx_jax.attention import Dropout, attend, attention_statistics, make_score
+from tx_jax.attention import Bias, Dropout, attend, attention_statistics, make_score
 from tx_jax.config import ModelConfig
+from tx_jax.errors import UserError
 from tx_jax.letters import ein, place, shape_of, sizes
 from tx_jax.masks import Mask, parse_mask
 from tx_jax.positions import Encoding, make_encoding
@@ -65,10 +66,10 @@ class Attention(nn.Module):
         q_BTNH = ein("BTD,DNH->BTNH", x_BTD, w["q_DNH"])
         k_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["k_DKH"])
         v_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["v_DKH"])
-        q_BTNH = self.encoding.rotate_q(context["encoding"], q_BTNH, context["positions"])
-        k_BTKH = self.encoding.rotate_k(context["encoding"], k_BTKH, context["positions"])
+        q_BTNH, k_BTKH, bias = self._place(q_BTNH, k_BTKH, score, context)
         scale = cfg.scale if context["scale"] is None else context["scale"]
-        options = {"mask": context["mask"], "score": score, "score_params": score_params,
+        options = {"mask": context["mask"], "bias": bias, "score": score,
+                   "score_params": score_params, "head_width": cfg.head_width,
                    "scale": None if isinstance(scale, str) and scale == "default" else scale,
                    "softcap": cfg.softcap or None}
         drop = None
@@ -78,6 +79,22 @@ class Attention(nn.Module):
                             implementation=None if cfg.attention == "auto" else cfg.attention)
         aux = attention_statistics(q_BTNH, k_BTKH, **options) if context["trace"] else {}
         return ein("BTNH,NHD->BTD", mixed_BTNH, w["o_NHD"]), aux
+
+    def _place(self, q_BTNH, k_BTKH, score, context):
+        """Queries and keys with their positions in them, and the bias of the scheme."""
+        encoding, positions = self.encoding, context["positions"]
+        params = context["encoding"]
+        if encoding.per_layer:
+            params = _tree_param(self, "positions", lambda k: encoding.init(k, self.size))
+        q_BTNH = encoding.rotate_q(params, q_BTNH, positions)
+        k_BTKH = encoding.rotate_k(params, k_BTKH, positions)
+        if q_BTNH.shape[-1] != self.cfg.head_width and not score.plain:
+            raise UserError(f"--model.positions={self.cfg.positions} widens queries and keys, which "
+                            f"--model.score={self.cfg.score} would mix with their content; use the "
+                            "score scaled_dot or dot.")
+        function = {"pair": encoding.pair_bias, "rows": encoding.row_bias}.get(encoding.bias_kind)
+        bias = function and Bias(function, params, positions, positions, encoding.bias_kind)
+        return q_BTNH, k_BTKH, bias
 
 
 class MLP(nn.Module):
@@ -156,7 +173,8 @@ class DecoderLM(nn.Module):
                                              tokens_BT.shape))
         embed_VD = self.param("embed_VD", nn.initializers.normal(0.02), shape_of("embed_VD", size),
                               jnp.float32)
-        encoding_params = _tree_param(self, "positions", lambda k: encoding.init(k, size))
+        encoding_params = {} if encoding.per_layer else _tree_param(
+            self, "positions", lambda k: encoding.init(k, size))
         embed_key, stack_key = _keys(dropout_key if cfg.dropout else None, 2)
         # Gathering in fill mode turns a token outside the vocabulary into NaN, never another token.
         x_BTD = embed_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan)

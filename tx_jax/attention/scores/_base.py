@@ -26,6 +26,11 @@ class ScoreFunction:
     refused_scales: ClassVar[Mapping[str, str]] = {}
 
     @property
+    def plain(self) -> bool:
+        """Whether logits are q . k, so that columns may be added to both."""
+        return False
+
+    @property
     def name(self) -> str:
         """The name of its file."""
         return type(self).__module__.rsplit(".", 1)[-1]
@@ -56,6 +61,10 @@ class ScoreFunction:
 @dataclass(frozen=True)
 class DotProduct(ScoreFunction):
     """A score that is the dot product of transformed queries and keys."""
+
+    @property
+    def plain(self) -> bool:
+        return type(self).project is DotProduct.project
 
     def project(self, params: Params, q_BTNH: jax.Array, k_BSKH: jax.Array
                 ) -> tuple[jax.Array, jax.Array]:
