@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tx_jax import flags
-from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, option
+from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, option, resolved
 from tx_jax.errors import UserError
 
 
@@ -54,11 +54,14 @@ def test_booleans_are_never_silently_true(word, value):
     (["--learing_rate=1"], "no flag --learing_rate"),
     (["--lr=1"], "no flag --lr"),
     (["--model.d=64"], "no flag --model.d"),
-    (["--model.residual=maybe"], "maybe"),
+    (["--model.residual=maybe"], "--model.residual=maybe is not true or false; write it like"),
     (["--model.residual", "False"], "'False' is not a flag"),
     (["stray"], "'stray' is not a flag"),
-    (["--seeds=two"], "two"),
-    (["--seeds=2.5"], "2.5"),
+    (["--seeds=two"], "--seeds=two is not a whole number"),
+    (["--seeds=2.5"], "--seeds=2.5 is not a whole number; write it like --seeds=5."),
+    (["--seeds="], "--seeds= is not a whole number"),
+    (["--optim.lr=1: 2"], "--optim.lr=1"),
+    (["--optim.lr=fast"], "--optim.lr=fast is not a number; write it like --optim.lr=0.001."),
     (["--seeds=0"], "--seeds=0 is too small"),
     (["--sizes=1,x"], "--sizes=1,x is not a list of int"),
     (["--sizes="], "--sizes is empty"),
@@ -76,7 +79,15 @@ def test_a_mistake_is_one_sentence_naming_the_flag(argv, words):
         given = flags.parse(argv, settings, EXTRA)
         settings = flags.replace(settings, given)
         flags.check_effective(settings, given, {})
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "invalid literal" not in str(caught.value)
+
+
+def test_a_derived_default_written_out_is_the_same_configuration():
+    open_, written = ModelConfig(), ModelConfig(kv_heads=4, head_dim=32, d_ff=512)
+    assert open_ != written and resolved(open_) == resolved(written) == written
+    assert resolved(Settings()) == resolved(Settings(model=written))
+    assert resolved(ModelConfig(kv_heads=2)) != resolved(open_)
+    assert resolved(ModelConfig(d_model=130, head_dim=32)).head_dim == 32
 
 
 def test_flags_that_only_work_together_may_come_in_any_order():

@@ -13,7 +13,7 @@ from tx_jax.errors import UserError, nearest
 
 
 def option(default: Any, help: str, *, choices=None, low=None, high=None, when=None,
-           run_only: bool = False, multiple_of: int = 1) -> Any:
+           run_only: bool = False, multiple_of: int = 1, derived: str = "") -> Any:
     """A dataclass field with help and validation.
 
     Args:
@@ -21,9 +21,10 @@ def option(default: Any, help: str, *, choices=None, low=None, high=None, when=N
         while the function is true.
       multiple_of: what a whole number has to be divisible by.
       run_only: the field changes how a run goes, never what it gives.
+      derived: property that gives the field's value where it is left at 0.
     """
     meta = {"help": help, "choices": choices, "low": low, "high": high, "when": when,
-            "run_only": run_only, "multiple_of": multiple_of}
+            "run_only": run_only, "multiple_of": multiple_of, "derived": derived}
     return field(default=default, metadata=meta)
 
 
@@ -45,6 +46,18 @@ def check(cfg: Any, prefix: str) -> None:
             raise UserError(f"{flag}={','.join(map(str, value))} names a value twice; drop one.")
 
 
+def resolved(cfg: Any) -> Any:
+    """`cfg` with derived defaults written out: what means the same is then equal."""
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if dataclasses.is_dataclass(value):
+            found[f.name] = resolved(value)
+        elif f.metadata.get("derived") and not value:
+            found[f.name] = getattr(cfg, f.metadata["derived"])
+    return dataclasses.replace(cfg, **found)
+
+
 def _check_number(flag: str, number: float, low: float | None, high: float | None) -> None:
     if not math.isfinite(number):
         raise UserError(f"{flag}={number} must be a finite number.")
@@ -61,9 +74,10 @@ class ModelConfig:
     layers: int = option(4, "number of blocks L", low=1)
     d_model: int = option(128, "width D", low=1)
     heads: int = option(4, "query heads N", low=1)
-    kv_heads: int = option(0, "key/value heads K; 0 = as many as query heads", low=0)
-    head_dim: int = option(0, "head width H; 0 = d_model / heads", low=0)
-    d_ff: int = option(0, "hidden width F of the MLP; 0 = 4 * d_model", low=0,
+    kv_heads: int = option(0, "key/value heads K; 0 = as many as query heads", low=0,
+                          derived="groups")
+    head_dim: int = option(0, "head width H; 0 = d_model / heads", low=0, derived="head_width")
+    d_ff: int = option(0, "hidden width F of the MLP; 0 = 4 * d_model", low=0, derived="hidden",
                        when=("mlp", lambda mlp: mlp != "none", "there is no MLP"))
     mlp: str = option("gelu", "feed-forward layer",
                       choices=("relu", "gelu", "gelu_exact", "silu", "relu2", "swiglu", "geglu",

@@ -1,6 +1,7 @@
 """Flags derived from typed frozen dataclasses: dotted, validated, and refused when ineffective."""
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from absl import flags as absl_flags
 
 from tx_jax.errors import UserError, nearest
 
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 _LISTS = {tuple[int, ...]: int, tuple[float, ...]: float, tuple[str, ...]: str}
 
 
@@ -82,6 +84,11 @@ def parse(argv: Sequence[str], settings: Any, extra: Mapping[str, Leaf]) -> dict
         name = error.flagname
         options = [*known, *(f"no{n}" for n, leaf in known.items() if leaf.type is bool)]
         raise UserError(f"there is no flag --{name}{nearest(name, options)}") from None
+    except absl_flags.IllegalFlagValueError as error:
+        found = re.match(r"flag --(.+?)=(.*?): ", str(error), re.DOTALL)
+        leaf = known[found[1]]
+        raise UserError(f"--{leaf.name}={found[2]} is not {_KINDS[leaf.type]}; write it like "
+                        f"--{leaf.name}={leaf.default}.") from None
     except absl_flags.Error as error:
         raise UserError(f"{_sentence(str(error))}; see --help for its type.") from None
     if rest:
