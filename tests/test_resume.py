@@ -97,6 +97,33 @@ def test_dying_and_starting_again(cfg, whole, tmp_path, monkeypatch, step):
     assert board_steps(tmp_path) == [2, 4, 6, 8, 9]
 
 
+def test_the_seconds_of_all_starts_are_kept(cfg, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_at(patch, 4)
+        fit.fit(cfg, tmp_path)
+    first = metrics.read_seconds(tmp_path)
+    assert all(seconds > 0 for seconds in first.values())
+    fit.fit(cfg, tmp_path)
+    both = metrics.read_seconds(tmp_path)
+    assert all(both[name] > first[name] for name in first)
+
+
+def test_compilations_within_another_count_once(tmp_path, monkeypatch):
+    watch, clock = metrics.Stopwatch(tmp_path), [0.0]
+    watch._began = 0.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    for now, duration in ((3.0, 1.0), (5.0, 1.0), (6.0, 5.0), (9.0, 2.0)):
+        clock[0] = now
+        watch._listen("/jax/core/compile/backend_compile_duration", duration)
+    watch._listen("/jax/other", 9.0)
+    clock[0] = 10.0
+    watch.save()
+    watch.stop()
+    assert metrics.read_seconds(tmp_path) == {"seconds": 3.0, "compile_seconds": 7.0}
+    (tmp_path / "seconds.json").write_text("{")
+    assert metrics.read_seconds(tmp_path)["seconds"] == 0.0
+
+
 def test_a_finished_run_does_nothing_more(cfg, whole, tmp_path, monkeypatch):
     first = fit.fit(cfg, tmp_path)
     monkeypatch.setattr(fit, "make_step", lambda *_: pytest.fail("compiled again"))
