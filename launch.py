@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tx_jax import flags, plugins, workdir
+from tx_jax.config import resolved
 from tx_jax.errors import UserError, nearest
 from tx_jax.study.driver import run_study
 
@@ -27,7 +28,8 @@ LAUNCH = {leaf.name: leaf for leaf in (
     flags.Leaf("preset", str, "small", {"help": "size of the study: smoke, small or full"}),
     flags.Leaf("workdir", str, "", {"help": "where results go; default runs/EXPERIMENT-PRESET"}),
     flags.Leaf("cpu_devices", int, 0, {"help": "virtual CPU devices; 0 = one per core"}),
-    flags.Leaf("cell", str, "", {"help": "run only the cell with this id"}),
+    flags.Leaf("cell", str, "", {"help": "run only the cell with this id; a finished one again, "
+                                         "with all that trained with it, to compare"}),
     flags.Leaf("table", bool, False, {"help": "rebuild table, figures and report; run nothing"}),
     flags.Leaf("explain", bool, False, {"help": "print settings and cells; run nothing"}),
     flags.Leaf("list", bool, False, {"help": "list the experiments"}),
@@ -94,20 +96,24 @@ def check_changes_cells(study: Any, settings: Any, base: Any, given: dict[str, A
         if value == usual[name].default or usual[name].meta.get("run_only"):
             continue
         try:
-            without = study.cells(flags.replace(settings, {name: usual[name].default}))
+            without = flags.replace(settings, {name: usual[name].default})
+            same = study.cells(without) == cells
         except UserError:
             continue  # the settings are impossible without it: it matters
-        if without == cells:
+        # A derived default may be written out, as any other default may.
+        if same and resolved(without) != resolved(settings):
             raise UserError(f"--{name}={value} has no effect with these settings, as the same "
                             "cells would run without it; drop it.")
 
 
 def command_of(study: Any, options: dict[str, Any]) -> list[str]:
-    """The command line that reproduces these settings, without the launcher's own switches."""
+    """The command line that reproduces these results, without switches of what to do."""
     words = ["python", "launch.py", f"--experiment={study.name}", f"--preset={options['preset']}"]
     for name, value in options["given"].items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words.append(f"--{name}={text}")
+    if options["cpu_devices"]:
+        words.append(f"--cpu_devices={options['cpu_devices']}")
     return words
 
 
@@ -177,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: list[str], console: Console) -> int:
     """As `main`, but mistakes raise UserError."""
-    if argv in (["--list"], ["--list=true"]):
+    if "--list" in argv:
+        if others := [word for word in argv if word != "--list"]:
+            raise UserError(f"--list stands alone; drop '{others[0]}'.")
         show_list(console)
         return 0
     if argv == ["--help"]:
@@ -191,7 +199,7 @@ def run(argv: list[str], console: Console) -> int:
         return 0
     settings, options = configure(study, argv)
     if options["list"]:
-        raise UserError("--list stands alone; drop the other flags.")
+        raise UserError("--list stands alone, written just so; drop the other flags.")
     command = command_of(study, options)
     if options["explain"]:
         explain(console, study, settings, command)

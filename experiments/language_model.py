@@ -4,14 +4,15 @@
     python launch.py --experiment=language_model --data.text=my.txt --data.tokenizer="bpe(2048)"
 
 Each seed writes `cells/ID/` with checkpoints, metrics.jsonl and TensorBoard files. Killed at any
-moment, the same command goes on and ends with the same curve, bit for bit.
+moment, the same command goes on and ends with the same curve, bit for bit. For a finished seed
+`--cell=ID` trains it once more from the start, in `again/ID/`, and compares.
 
 Expected (preset small, Shakespeare by characters): about 1.6 nats per character held out.
 """
 
 import dataclasses
 import json
-import time
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,17 +23,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments._kernel import kernel_name, shape
 from tx_jax import letters, models, sharding
-from tx_jax.attention import implementations, source_hash
-from tx_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, check, option
-from tx_jax.data import load_text
+from tx_jax.attention import source_hash
+from tx_jax.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    check,
+    option,
+    resolved,
+)
+from tx_jax.data import load_text, prepare, train_iterator
 from tx_jax.errors import UserError
-from tx_jax.fit import RunConfig, fit
+from tx_jax.fit import RunConfig, fit, make_step, state_shardings
 from tx_jax.masks import parse_mask
+from tx_jax.metrics import read_seconds
 from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
 from tx_jax.study.cells import Cell, canonical, code_hash, data_hash, fingerprint, short
-from tx_jax.study.driver import Context, Study
+from tx_jax.study.contract import Context, Study
+from tx_jax.study.flops import count_flops
 from tx_jax.study.ledger import Measured
 from tx_jax.study.report import Report
 from tx_jax.tokenizers import make_trainer
@@ -87,8 +99,8 @@ def cells(settings: Settings) -> list[Cell]:
     # What a resumed run may change without changing a number is not part of a cell.
     train = {f.name: getattr(settings.train, f.name) for f in dataclasses.fields(settings.train)
              if not f.metadata["run_only"] and f.name != "seed"}
-    own = canonical({"model": settings.model, "data": settings.data, "optim": settings.optim,
-                     "train": train, "mesh": settings.mesh,
+    own = canonical({"model": resolved(settings.model), "data": settings.data,
+                     "optim": settings.optim, "train": train, "mesh": settings.mesh,
                      "attention_code": source_hash(settings.model.attention)})
     return [Cell("language_model", "train", "model", (), settings.train.seed + i, own)
             for i in range(settings.seeds)]
@@ -96,17 +108,20 @@ def cells(settings: Settings) -> list[Cell]:
 
 def run(settings: Settings, members: list[Cell], context: Context
         ) -> Iterator[tuple[Cell, Measured]]:
-    """Train each seed in its own directory, going on from its last checkpoint."""
+    """Train each seed in its own directory, going on from its last checkpoint.
+
+    A finished cell that is run again trains afresh in a directory that is removed afterwards.
+    """
     mesh = sharding.make_mesh(settings.mesh) if settings.mesh else None
     code, text = code_hash(STUDY.packages, STUDY.files), data(settings)
+    cache = context.workdir / "cache"
     for cell in members:
-        began = time.perf_counter()
-        cfg = RunConfig(settings.model, settings.data, settings.optim,
+        cfg = RunConfig(resolved(settings.model), settings.data, settings.optim,
                         dataclasses.replace(settings.train, seed=cell.seed))
         # Other code, another directory: a checkpoint must not pass for a run of today's code.
-        root = context.workdir / "cells" / short(fingerprint(cell, code, text))
-        result = fit(cfg, root, mesh=mesh, console=context.console,
-                     cache_dir=context.workdir / "cache")
+        root = (context.workdir / ("again" if context.recorded else "cells")
+                / short(fingerprint(cell, code, text)))
+        result = fit(cfg, root, mesh=mesh, console=context.console, cache_dir=cache)
         if not result.finished:
             raise KeyboardInterrupt
         curve = [(row["step"], row["loss"]) for row in
@@ -117,13 +132,30 @@ def run(settings: Settings, members: list[Cell], context: Context
                    "parameters_without_embedding":
                        letters.count(result.state.params, embedding=False),
                    "step": [s for s, _ in thin], "curve": [v for _, v in thin]}
-        yield cell, Measured(metrics, time.perf_counter() - began, kernel=_kernel(settings),
-                             strategy="sequential")
+        seconds = read_seconds(root)
+        if context.recorded:
+            shutil.rmtree(root)
+        yield cell, Measured(metrics, **seconds, flops=float(cfg.train.steps * _flops(cfg, cache)),
+                             kernel=_kernel(settings), strategy="sequential")
+
+
+def _flops(cfg: RunConfig, cache: Path) -> int:
+    """Operations of one training step over all devices, traced for a single one."""
+    prepared = prepare(cfg.data, cache)
+    batch = next(train_iterator(prepared, cfg.data, cfg.train.batch, cfg.train.seed))
+    model = models.build(cfg.model, prepared.tokenizer.vocab_size, cfg.data.context)
+    state, _ = state_shardings(model, cfg.optim, None)
+    return count_flops(make_step(model, cfg), state, shape(dtype="int32"), batch)
 
 
 def _kernel(settings: Settings) -> str:
-    name = settings.model.attention
-    return "reference" if name == "auto" and "reference" in implementations() else name
+    model, length = settings.model, settings.data.context
+    rows = settings.train.batch // settings.optim.accumulate
+    q, k = (shape(rows, length, heads, model.head_width, dtype=model.dtype)
+            for heads in (model.heads, model.groups))
+    return kernel_name(model.attention, q, k, k, mask=model.mask, score=model.score,
+                       scale=None if model.scale == "default" else model.scale,
+                       softcap=model.softcap or None)
 
 
 @lru_cache(maxsize=1)

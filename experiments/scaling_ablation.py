@@ -1,6 +1,6 @@
 """Why divide by sqrt(d_k)? Score functions and scales against key width and learning rate.
 
-    make ablation                                                  about 8 minutes on 2 cores
+    make ablation                                                  about 10 minutes on 2 cores
     python launch.py --experiment=scaling_ablation --preset=smoke  under a minute, proves nothing
 
 Three parts. `initial`: what the softmax does to random queries and keys, no training. `retrieval`:
@@ -16,7 +16,7 @@ learning rate and d_k <= 64 hardly anything shows: the reason to sweep both.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ import numpy as np
 
 from experiments import _char_lm, _retrieval
 from experiments._initial import softmax_at_init
+from experiments._kernel import kernel_name, shape
 from experiments._scaling_report import make_report
-from tx_jax.attention import make_score, request_of, resolve, source_hash
+from tx_jax.attention import make_score, source_hash
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, option
 from tx_jax.data import load_text, prepare, window_starts
 from tx_jax.errors import UserError, nearest
 from tx_jax.study.cells import Cell, canonical, data_hash
-from tx_jax.study.driver import Context, Study
+from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
 from tx_jax.study.replicas import run_replicas
 
@@ -215,7 +216,9 @@ def _train(settings, members, context, program, replicas, shared, chunks, stop=N
     # The language model compiles for longer than a wrong choice between widths would cost.
     key = part if part == "char_lm" else (part, d_k)
     strategy = settings.strategy
-    if strategy == "auto":
+    if strategy == "auto" and context.recorded:
+        strategy = context.recorded.get("strategy") or "auto"
+    elif strategy == "auto":
         strategy = context.strategies.get(key, "auto")
     result = run_replicas(program, replicas, shared, chunks, strategy=strategy,
                           cache=context.cache, stop=stop,
@@ -262,11 +265,9 @@ def _run_retrieval(settings, members, context):
 def _kernel(attention: str, score: str, d_k: int, batch: int, length: int, v_width: int,
             causal: bool) -> str:
     """The name of the implementation that runs these shapes."""
-    q = jax.ShapeDtypeStruct((batch, length, 1, d_k), jnp.float32)
-    v = jax.ShapeDtypeStruct((batch, length, 1, v_width), jnp.float32)
-    request = request_of(q, q, v, mask="causal" if causal else None, score=score, scale=1.0)
-    # Asked with a number, as an array would start the devices; the scale of a run is traced.
-    return resolve(attention, replace(request, traced_scale=True))[0]
+    q, v = shape(batch, length, 1, d_k), shape(batch, length, 1, v_width)
+    return kernel_name(attention, q, q, v, mask="causal" if causal else None, score=score,
+                       scale=1.0, traced_scale=True)
 
 
 def _data(lm: CharLM) -> DataConfig:

@@ -63,6 +63,8 @@ def test_explain_runs_nothing(capsys, tmp_path, monkeypatch):
     (["--experiment=language_model", "--model.attention=jax_nn", "--model.dropout=0.1"], "cannot"),
     (["--experiment=language_model", "--seeds=0"], "--seeds=0 is too small"),
     ([SCALING, "--attention=nosuch"], "no attention implementation named 'nosuch'"),
+    (["--list", "--foo"], "--list stands alone; drop '--foo'"),
+    ([SCALING, "--list"], "--list stands alone"),
     ([SCALING, "--retrieval.lrs=-1"], "--retrieval.lrs=-1.0 is too small"),
     ([SCALING, "--initial.d_k=16,16"], "names a value twice"),
 ])
@@ -91,6 +93,7 @@ def test_a_study_from_flag_to_report_and_again(capsys, tmp_path):
     report = (tmp_path / "run" / "report.html").read_text()
     assert "http://" not in report.replace("http://www.w3.org", "") and "data:image/png" in report
     table = (tmp_path / "run" / "table.md").read_text()
+    assert table.count("(Holm) |") == 2 and "corrected by Holm over these 2 claims" in table
     ledger = (tmp_path / "run" / "results.jsonl").read_text()
     rows = [json.loads(line) for line in ledger.splitlines()]
     assert len(rows) == 8 and all(r["status"] == "ok" for r in rows)
@@ -104,8 +107,49 @@ def test_a_study_from_flag_to_report_and_again(capsys, tmp_path):
     again = rows[3]["fingerprint"][:10]
     status, out, _ = run(capsys, SCALING, *SMALL, where, f"--cell={again}")
     assert status == 0 and canonical(rows[3]["metrics"]["entropy"]) in out
+    assert "4 cell(s), strategy 'none'" in out and "is reproduced bit for bit" in out
+    assert "--cpu_devices=8" in report, "the number of devices decides rounding"
     status, _, err = run(capsys, SCALING, *SMALL, where, "--cell=feedfacade")
     assert status == 2 and "feedfacade" in err
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "queue"])
+def test_a_trained_cell_is_reproduced_bit_for_bit(strategy, capsys, tmp_path):
+    """A lone cell would be compiled and split otherwise; its whole program runs again."""
+    flags = (SCALING, "--preset=smoke", "--parts=retrieval", "--retrieval.d_k=16",
+             "--retrieval.lrs=0.01", "--retrieval.steps=50", "--cpu_devices=8",
+             f"--workdir={tmp_path / 'run'}")
+    assert run(capsys, *flags, f"--strategy={strategy}")[0] == 0
+    before = (tmp_path / "run" / "results.jsonl").read_bytes()
+    row = json.loads(before.splitlines()[2])
+    assert row["strategy"] == strategy and len(row["together"]) == 4
+    status, out, _ = run(capsys, *flags, f"--cell={row['fingerprint'][:10]}")
+    assert status == 0 and f"4 cell(s), strategy '{strategy}'" in out
+    assert "is reproduced bit for bit" in out
+    assert (tmp_path / "run" / "results.jsonl").read_bytes() == before
+
+
+def test_a_language_model_cell(capsys, tmp_path):
+    """Its costs are recorded, a derived default written out is the same cell, and it runs again."""
+    (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea. " * 60)
+    flags = ("--experiment=language_model", "--preset=smoke", f"--data.text={tmp_path / 'owl.txt'}",
+             "--model.layers=1", "--train.steps=4", "--train.save_every=2", "--train.eval_every=0",
+             "--cpu_devices=8", f"--workdir={tmp_path / 'run'}")
+    status, _, err = run(capsys, *flags)
+    assert status == 0, err
+    ledger = (tmp_path / "run" / "results.jsonl").read_bytes()
+    row = json.loads(ledger)
+    per_token = row["flops"] / (4 * 16 * 32)  # at least 6 per parameter that multiplies
+    parameters = row["metrics"]["parameters_without_embedding"]
+    assert 6 * parameters < per_token < 20 * row["metrics"]["parameters"]
+    assert row["compile_seconds"] > 0 and row["seconds"] > 0 and row["kernel"] == "reference"
+    status, out, _ = run(capsys, *flags, "--model.kv_heads=2", "--model.head_dim=16",
+                         "--model.d_ff=128")
+    assert status == 0 and "1 finished before, 0 to run" in out
+    status, out, _ = run(capsys, *flags, f"--cell={row['fingerprint'][:10]}")
+    assert status == 0 and "is reproduced bit for bit" in out and "resuming" not in out
+    assert not list((tmp_path / "run" / "again").iterdir())
+    assert (tmp_path / "run" / "results.jsonl").read_bytes() == ledger
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ from rich.console import Console
 
 from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, canonical
-from tx_jax.study.driver import Study, agreement, reproduce_command, run_study
+from tx_jax.study.contract import Study
+from tx_jax.study.driver import reproduce_command, run_study
 from tx_jax.study.ledger import Measured, read
 from tx_jax.study.report import Report
+from tx_jax.study.rerun import agreement
 from tx_jax.study.tables import ablation_table
 
 COMMAND = ["python", "launch.py", "--experiment=toy", "--workdir=a b"]
@@ -119,8 +121,8 @@ def test_every_table_cell_carries_a_command_that_reproduces_it(tmp_path):
     assert len(set(commands)) == 6
     ran.clear()
     _, text = go(make_study(ran), tmp_path, cell=commands[4])
-    assert ran == [("b", 1)] and "loss: 3.0   before: 3.0" in text
-    assert "agrees within float32 rounding" in text
+    assert ran == [("b", 0), ("b", 1), ("b", 2)] and "loss: 3.0   before: 3.0" in text
+    assert "3 cell(s), strategy 'none'" in text and "is reproduced bit for bit" in text
     with pytest.raises(UserError, match="names 0 of the 6"):
         go(make_study(ran), tmp_path, cell="zz")
 
@@ -139,19 +141,56 @@ def test_running_a_finished_cell_again_never_replaces_its_row(tmp_path):
     outcome, text = go(other, tmp_path, Settings(seeds=1), cell=name)
     assert outcome.ran == 1 and "loss: 1.1   before: 1.0" in text
     assert "largest relative difference is 0.091, of loss" in text
-    assert "recorded was 'none', now 'sequential'" in text
+    assert "recorded with strategy 'none', now 'sequential'" in text
     assert (tmp_path / "results.jsonl").read_bytes() == rows
     go(make_study([]), tmp_path, Settings(seeds=1), only_table=True)
     assert (tmp_path / "table.md").read_bytes() == table
 
 
+def test_a_cell_runs_again_with_those_it_trained_with_and_their_strategy(tmp_path):
+    """Seeds 0 and 1 first, then 2: only the former make up the program of seed 1."""
+    calls = []
+
+    def run(settings, group, context):
+        recorded = context.recorded and context.recorded["strategy"]
+        calls.append(([c.seed for c in group], recorded))
+        for cell in group:
+            yield cell, Measured({"loss": float(len(group))}, 0.1, strategy=recorded or "vmap")
+
+    study = Study(**{**make_study([]).__dict__, "run": run})
+    one_arm = {"arms": ("a",)}
+    go(study, tmp_path, Settings(seeds=2, **one_arm))
+    go(study, tmp_path, Settings(seeds=3, **one_arm))
+    rows = read(tmp_path / "results.jsonl")
+    assert [len(row["together"]) for row in rows] == [2, 2, 1]
+    name = rows[1]["fingerprint"][:10]
+    assert rows[1]["together"][1] == name
+    calls.clear()
+    outcome, text = go(study, tmp_path, Settings(seeds=3, **one_arm), cell=name)
+    assert calls == [([0, 1], "vmap")] and outcome.ran == 1
+    assert "2 cell(s), strategy 'vmap'" in text and "is reproduced bit for bit" in text
+    _, text = go(study, tmp_path, Settings(seeds=1, **one_arm), cell=rows[0]["fingerprint"][:10])
+    assert "1 more are not planned by these settings, so rounding may differ" in text
+    assert "cells in one program '2', now '1'" in text
+    assert read(tmp_path / "results.jsonl") == rows
+
+
 @pytest.mark.parametrize(("before", "now", "word"), [
-    (1.0, 1.00005, "agrees"), (1.0, 1.0002, "is 0.0002, of m"), (math.nan, math.nan, "agrees"),
-    (math.inf, math.inf, "agrees"), (1.0, math.nan, "not a number"), (0.0, 0.0, "agrees"),
+    (1.0, 1.00005, "agrees"), (1.0, 1.0002, "is 0.0002, of m"), (math.nan, math.nan, "bit for bit"),
+    (math.inf, math.inf, "bit for bit"), (1.0, math.nan, "not a number"), (1, 1.0, "agrees"),
     ([1.0, 2.0], [1.0, 3.0], "is 0.33, of m"), ([1.0], [1.0, 2.0], "not a number"),
-    ("a", "a", "agrees"), ("a", "b", "not a number"), (1.0, None, "not a number")])
+    ("a", "a", "bit for bit"), ("a", "b", "not a number"), (1.0, None, "not a number")])
 def test_agreement_of_two_rows(before, now, word):
     assert word in agreement({"metrics": {"m": before}}, {"metrics": {"m": now}})
+
+
+def test_a_difference_is_explained_by_what_rounding_depends_on():
+    was = {"metrics": {"m": 1.0}, "strategy": "vmap", "device": "cpu x2", "together": ["a", "b"],
+           "versions": {"jax": "1", "commit": "x"}}
+    now = {**was, "metrics": {"m": 2.0}, "device": "cpu x8", "versions": {"jax": "2"}}
+    assert ("of m, recorded with device 'cpu x2', now 'cpu x8'; jax '1', now '2'; unstable"
+            in agreement(was, now))
+    assert "though strategy, device and versions" in agreement(was, {**was, "metrics": {"m": 3.0}})
 
 
 def test_a_mistake_of_the_user_fails_its_group_at_once_and_is_printed_once(tmp_path):

@@ -1,10 +1,9 @@
 """Run a study: plan its cells, skip the finished, run the rest, write tables and report."""
 
-import math
 import shlex
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from rich.progress import (
 
 from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, code_hash, fingerprint, plain, restore, short
+from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import (
     Ledger,
-    Measured,
     Row,
     device_name,
     finished,
@@ -30,63 +29,8 @@ from tx_jax.study.ledger import (
     read,
     versions,
 )
-from tx_jax.study.report import Report, write_report
-
-_RTOL = 1e-4  # Two runs of one program in float32 agree to this when training is stable.
-
-
-@dataclass
-class Context:
-    """What a study's `run` may use.
-
-    Attributes:
-      cache: compiled programs, kept over the groups of one study (`run_replicas(cache=...)`).
-      strategies: free for the study: which replica strategy it picked for which shape.
-      advance: called with a share of a cell done since the last call; moves the progress bar.
-    """
-
-    workdir: Path
-    console: Console
-    advance: Callable[[float], None]
-    cache: dict[Any, Any] = field(default_factory=dict)
-    strategies: dict[Any, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Study:
-    """A grid of cells and what to make of it.
-
-    Attributes:
-      name, title: as in `--experiment=NAME`, and for people.
-      settings: dataclass type whose leaves become flags.
-      presets: name -> {"dotted.field": value}.
-      cells: settings -> all cells of the study.
-      run: (settings, cells of one group, context) -> iterator of (cell, Measured), each yielded as
-        soon as it is finished.
-      report: (settings, finished rows in the order of `cells`) -> Report. Pure. Every row has a
-        "command" that reproduces it.
-      swept: settings leaf -> the leaf that decides it, because `cells` sweeps it; the launcher
-        refuses the former.
-      group: cell -> key; cells of one key go to one call of `run` and train as one program.
-      data: settings -> hash of the data read.
-      packages, files: sources that determine the results besides `tx_jax`.
-      check: raises UserError for settings that cannot run, before anything is written. The launcher
-        calls it, `run_study` does not.
-    """
-
-    name: str
-    title: str
-    settings: type
-    presets: Mapping[str, Mapping[str, Any]]
-    cells: Callable[[Any], list[Cell]]
-    run: Callable[[Any, list[Cell], Context], Iterator[tuple[Cell, Measured]]]
-    report: Callable[[Any, list[Row]], Report]
-    swept: Mapping[str, str] = field(default_factory=dict)
-    group: Callable[[Cell], Hashable] = lambda cell: (cell.part, cell.arm, cell.axes)
-    data: Callable[[Any], str] = lambda settings: ""
-    packages: tuple[str, ...] = ("tx_jax",)
-    files: tuple[str | Path, ...] = ()
-    check: Callable[[Any], None] = lambda settings: None
+from tx_jax.study.report import write_report
+from tx_jax.study.rerun import agreement, trained_with
 
 
 @dataclass(frozen=True)
@@ -138,8 +82,9 @@ def run_study(study: Study, settings: Any, workdir: Path, *, only_table: bool = 
 
     Args:
       only_table: run nothing; rebuild tables and report from the ledger and name what is missing.
-      cell: run this one cell (its short id) again and show its metrics; if it was finished, beside
-        the earlier ones, and the earlier row stays the one that tables show.
+      cell: run this one cell (its short id) and show its metrics. If it was finished, all cells
+        that trained with it as one program run again with the strategy recorded, so that the same
+        numbers come out; they stand beside the earlier ones, which tables go on to show.
       command: argv that started this study, for the commands shown.
 
     Raises:
@@ -167,7 +112,7 @@ def run_study(study: Study, settings: Any, workdir: Path, *, only_table: bool = 
 
 
 def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, keep: Callable[[Row], None],
-         todo: list[Cell], console: Console) -> tuple[Failure, ...]:
+         todo: list[Cell], console: Console, recorded: Row | None = None) -> tuple[Failure, ...]:
     """Run `todo` group by group; `keep` gets every row as it comes."""
     groups: dict[Hashable, list[Cell]] = {}
     for c in todo:
@@ -180,18 +125,19 @@ def _run(study: Study, settings: Any, workdir: Path, plan: _Plan, keep: Callable
                    transient=True)
     with bar:
         task = bar.add_task(study.name, total=len(todo))
-        context = Context(workdir, console, lambda share: bar.advance(task, share))
+        context = Context(workdir, console, lambda share: bar.advance(task, share),
+                          recorded=recorded)
         queue, done = list(groups.values()), set()
         while queue:
             members = queue.pop(0)
-            first = members[0]
+            first, names = members[0], [short(plan.print_of(c)) for c in members]
             axes = " ".join(f"{k}={v}" for k, v in first.axes) if len(members) == 1 else ""
             bar.update(task, description=f"{first.part} {first.arm} {axes}".strip())
             try:
                 for finished_cell, measured in study.run(settings, members, context):
                     if finished_cell not in members:
                         raise ValueError(f"run yielded {finished_cell}, which it was not given.")
-                    keep(make_row(finished_cell, measured, **stamp))
+                    keep(make_row(finished_cell, measured, together=names, **stamp))
                     done.add(finished_cell)
                     bar.update(task, completed=len(done) + len(failures))
                 left = [c for c in members if c not in done]
@@ -221,51 +167,29 @@ def _failure(cell: Cell, e: Exception, plan: _Plan) -> Failure:
 
 def _one(study: Study, settings: Any, workdir: Path, plan: _Plan, ledger: Ledger, name: str,
          console: Console) -> Outcome:
-    """Run one cell; a row that exists is compared with, never replaced."""
+    """Run one cell; if it has a row, with all that trained with it: compared, never replaced."""
     hits = [c for c in plan.cells if name and plan.print_of(c).startswith(name)]
     if len(hits) != 1:
         raise UserError(f"--cell={name} names {len(hits)} of the {len(plan.cells)} planned cells; "
                         "use the command printed in the report (the same settings, code and data).")
-    before = finished(ledger.rows, hits, plan.code, plan.data).get(hits[0])
-    new: list[Row] = []
+    before, new = finished(ledger.rows, hits, plan.code, plan.data).get(hits[0]), []
+    if before:
+        hits, absent = trained_with(before, plan.cells, plan.print_of)
+        console.print(f"This cell has a row: running again what trained as one program, "
+                      f"{len(hits)} cell(s), strategy '{before['strategy'] or 'none'}'"
+                      + (f"; {absent} more are not planned by these settings, so rounding may "
+                         "differ." if absent else "."), highlight=False, soft_wrap=True)
     failures = _run(study, settings, workdir, plan, new.append if before else ledger.append, hits,
-                    console)
-    if not failures:
-        row = restore(plain(new[0])) if before else ledger.rows[-1]
-        for metric, value in row["metrics"].items():
-            earlier = f"   before: {before['metrics'].get(metric)}" if before else ""
-            console.print(f"{metric}: {value}{earlier}", markup=False, highlight=False)
-        if before:
-            console.print(agreement(before, row), markup=False, highlight=False, soft_wrap=True)
+                    console, before)
+    rows = [restore(plain(row)) for row in new] if before else ledger.rows
+    row = next((r for r in reversed(rows) if r["fingerprint"].startswith(name)), None)
+    for metric, value in (row["metrics"] if row else {}).items():
+        earlier = f"   before: {before['metrics'].get(metric)}" if before else ""
+        console.print(f"{metric}: {value}{earlier}", markup=False, highlight=False)
+    if row and before:
+        console.print(agreement(before, row), markup=False, highlight=False, soft_wrap=True)
     _show_failures(failures, console)
-    return Outcome(1, 0, 1 - len(failures), (), failures, None)
-
-
-def agreement(before: Row, now: Row) -> str:
-    """One sentence: whether two rows of a cell agree within float32 rounding, else how far off."""
-    names = [*before["metrics"], *(m for m in now["metrics"] if m not in before["metrics"])]
-    apart = {m: _apart(before["metrics"].get(m), now["metrics"].get(m)) for m in names}
-    worst = max(apart, key=lambda m: apart[m], default=None)
-    if worst is None or apart[worst] <= _RTOL:
-        return (f"The earlier row, which stays in the ledger, agrees within float32 rounding "
-                f"(relative difference at most {_RTOL:g}).")
-    far = f"{apart[worst]:.2g}" if math.isfinite(apart[worst]) else "not a number"
-    return (f"The earlier row, which stays in the ledger, differs: the largest relative difference "
-            f"is {far}, of {worst}; unstable training amplifies the rounding in which strategies "
-            f"and batch shapes differ, and the strategy recorded was "
-            f"'{before.get('strategy') or 'none'}', now '{now.get('strategy') or 'none'}'.")
-
-
-def _apart(a: Any, b: Any) -> float:
-    """Largest relative difference of two metrics; inf where they cannot be compared."""
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return max(map(_apart, a, b), default=0.0)
-    numbers = all(isinstance(v, int | float) for v in (a, b))
-    if a == b or (numbers and math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not numbers or not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
+    return Outcome(1, 0, int(row is not None), (), failures, None)
 
 
 def _tables(study: Study, settings: Any, workdir: Path, plan: _Plan, rows: list[Row], skipped: int,

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -66,14 +66,14 @@ def device_name() -> str:
 
 
 def make_row(cell: Cell, measured: Measured, *, code: str, data: str,
-             versions: Mapping[str, str], device: str) -> Row:
-    """The ledger row of a finished cell."""
+             versions: Mapping[str, str], device: str, together: Sequence[str] = ()) -> Row:
+    """The ledger row of a finished cell; `together`: short ids of the cells of its program."""
     return {
         "fingerprint": fingerprint(cell, code, data), "study": cell.study, "part": cell.part,
         "arm": cell.arm, "axes": dict(cell.axes), "seed": cell.seed,
         "settings": json.loads(cell.settings), "code": code, "data": data,
         "versions": dict(versions), "device": device, "kernel": measured.kernel,
-        "strategy": measured.strategy, "seconds": measured.seconds,
+        "strategy": measured.strategy, "together": list(together), "seconds": measured.seconds,
         "compile_seconds": measured.compile_seconds, "flops": measured.flops,
         "metrics": dict(measured.metrics), "status": measured.status,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
