@@ -89,9 +89,9 @@ class Attention(nn.Module):
         q_BTNH = encoding.rotate_q(params, q_BTNH, positions)
         k_BTKH = encoding.rotate_k(params, k_BTKH, positions)
         if q_BTNH.shape[-1] != self.cfg.head_width and not score.plain:
-            raise UserError(f"--model.positions={self.cfg.positions} widens queries and keys, which "
-                            f"--model.score={self.cfg.score} would mix with their content; use the "
-                            "score scaled_dot or dot.")
+            raise UserError(f"--model.positions={self.cfg.positions} widens queries and keys, "
+                            f"which --model.score={self.cfg.score} would mix with their content; "
+                            "use the score scaled_dot or dot.")
         function = {"pair": encoding.pair_bias, "rows": encoding.row_bias}.get(encoding.bias_kind)
         bias = function and Bias(function, params, positions, positions, encoding.bias_kind)
         return q_BTNH, k_BTKH, bias
