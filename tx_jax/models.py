@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax import layers
-from tx_jax.attention import Bias, Dropout, attend, attention_statistics, make_score
+from tx_jax.attention import (
+    Bias,
+    Dropout,
+    attend,
+    attention_statistics,
+    attention_weights,
+    make_score,
+)
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.letters import ein, place, shape_of, sizes
@@ -77,7 +84,11 @@ class Attention(nn.Module):
             drop = Dropout(cfg.dropout, jax.random.bits(key, dtype=jnp.uint32))
         mixed_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, dropout=drop, **options,
                             implementation=None if cfg.attention == "auto" else cfg.attention)
-        aux = attention_statistics(q_BTNH, k_BTKH, **options) if context["trace"] else {}
+        aux = {}
+        if context["trace"] == "weights":
+            aux = {"weights_BNTS": attention_weights(q_BTNH, k_BTKH, **options)[0]}
+        elif context["trace"]:
+            aux = attention_statistics(q_BTNH, k_BTKH, **options)
         return ein("BTNH,NHD->BTD", mixed_BTNH, w["o_NHD"]), aux
 
     def _place(self, q_BTNH, k_BTKH, score, context):
@@ -125,7 +136,7 @@ class Block(nn.Module):
     cfg: ModelConfig
     size: Any
     encoding: Encoding
-    trace: bool
+    trace: bool | str
 
     def _wrap(self, x_BTD, name, inner, key):
         """x + f(norm(x)), norm(x + f(x)) or x + norm(f(norm(x))), by `cfg.norm_position`."""
@@ -228,7 +239,7 @@ def init(model: DecoderLM, key: jax.Array) -> dict[str, Any]:
 def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
           segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None,
           dropout_key: jax.Array | None = None, scale: jax.Array | float | None = None,
-          trace: bool = False) -> tuple[jax.Array, dict[str, jax.Array]]:
+          trace: bool | str = False) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Logits of a batch.
 
     Args:
@@ -237,10 +248,13 @@ def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
       positions_BT: int32 positions; by default they restart with each segment.
       dropout_key: PRNG key; None turns dropout off.
       scale: overrides `cfg.scale` by a number, which may be traced.
-      trace: also return attention statistics of every layer.
+      trace: True also returns attention statistics of every layer, "weights" the attention
+        weights, weights_BNTS.
 
     Returns:
       (logits_BTV float32, aux): aux is empty, or holds arrays with leading axis L.
     """
+    if trace not in (False, True, "weights"):
+        raise UserError(f"trace={trace!r} is unknown; give False, True or 'weights'.")
     return model.apply({"params": params}, tokens_BT, segments_BT, positions_BT, dropout_key, scale,
                        trace)

@@ -12,9 +12,9 @@ from tx_jax.attention._contract import (
 )
 from tx_jax.attention._dropout import Dropout
 from tx_jax.attention._matrix import capability_matrix
-from tx_jax.attention._trace import attention_statistics, attention_weights
+from tx_jax.attention._trace import attention_statistics, attention_weights, trace_attention
 from tx_jax.attention.scores import ScoreFunction, make_score
 
 __all__ = ["Bias", "Capabilities", "Dropout", "Request", "ScoreFunction", "attend",
            "attention_statistics", "attention_weights", "capability_matrix", "implementations",
-           "make_score", "request_of", "resolve", "source_hash"]
+           "make_score", "request_of", "resolve", "source_hash", "trace_attention"]

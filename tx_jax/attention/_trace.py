@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tx_jax.attention import _check
 from tx_jax.attention._bias import Bias
 from tx_jax.attention._scale import resolve_scale
-from tx_jax.attention.reference import masked_logits
+from tx_jax.attention.reference import masked_logits, weighted_sum
 from tx_jax.attention.scores import ScoreFunction, make_score
 from tx_jax.masks import Mask, Rule, as_mask, hide_unseen
 
@@ -34,6 +34,27 @@ def attention_weights(q_BTNH: jax.Array, k_BSKH: jax.Array, *, mask: Mask | Rule
         lse_BNT = jnp.logaddexp(lse_BNT, sink.astype(logits.dtype)[None, :, None])
     safe = jnp.where(lse_BNT == -jnp.inf, 0, lse_BNT)[..., None]
     return jnp.exp(logits - safe), lse_BNT
+
+
+def trace_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **options: Any
+                    ) -> dict[str, jax.Array]:
+    """What any exact implementation of attention computes on the way, self- or cross-attention.
+
+    Options as `attention_weights`.
+
+    Returns:
+      logits_BNTS: scores as they enter the softmax, minus infinity where the mask forbids.
+      weights_BNTS: the softmax, before dropout.
+      out_BTNH: what each head gives, in the dtype of v.
+    """
+    _check.check_qkv(q_BTNH, k_BSKH, v_BSKH)
+    plain = {name: value for name, value in options.items() if name != "sink"}
+    weights_BNTS, _ = attention_weights(q_BTNH, k_BSKH, **options)
+    mask = options.get("mask")
+    mask = None if mask is None else as_mask(mask)
+    v = hide_unseen(mask, q_BTNH, k_BSKH, v_BSKH, options.get("q_start"))[2]
+    return {"logits_BNTS": _logits(q_BTNH, k_BSKH, **plain), "weights_BNTS": weights_BNTS,
+            "out_BTNH": weighted_sum(weights_BNTS, v).astype(v_BSKH.dtype)}
 
 
 def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array, **options: Any
