@@ -128,7 +128,7 @@ def test_capability_matrix_lists_every_implementation():
     lines = capability_matrix().splitlines()
     assert lines[0].split("|")[2:-1] == [f" {name} " for name in NAMES]
     row = next(line for line in lines if "soft cap" in line)
-    assert row.split("|")[2:-1] == [" yes ", " – ", " yes "]
+    assert row.split("|")[2:-1] == [" yes ", " – ", " – ", " yes "]
 
 
 # Dropout.

@@ -14,7 +14,7 @@ from tx_jax.attention import (
 )
 from tx_jax.errors import UserError
 
-NAMES = sorted(implementations())
+NAMES = sorted(name for name, can in implementations().items() if not can.platforms)
 
 
 def run(args, options, implementation=None):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax
+
 # The features of a call, each with the words an error uses for it.
 FEATURES = {
     "segments": "segment ids",
@@ -23,6 +25,10 @@ FEATURES = {
     "other_score": "a score that is not a dot product",
     "float64": "float64",
 }
+
+
+# What a platform is called in an error.
+DEVICES = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "rocm": "an AMD GPU", "tpu": "a TPU"}
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,18 @@ class Request(_Features):
       rules: names of the elementary mask rules in use.
       score: name of the score function.
       logits: their number, B * N * T * S.
+      dtype: of queries, keys and values.
+      width: of a head, the larger of keys' and values'.
+      platform: "cpu", "cuda", "rocm" or "tpu"; "" = where this process runs, asked only when an
+        implementation is tied to one, so that planning starts no device.
     """
 
     rules: frozenset[str] = frozenset()
     score: str = "scaled_dot"
     logits: int = 0
+    dtype: str = "float32"
+    width: int = 0
+    platform: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,11 +83,17 @@ class Capabilities(_Features):
       memory: growth of its memory, in letters.
       jvp: whether forward-mode derivatives work (jvp, jacfwd, Hessians); otherwise JAX refuses them
         with a TypeError. Reverse mode always works.
+      dtypes: names of the dtypes it takes; None = any.
+      platforms: where it runs, as in `Request.platform`; None = anywhere.
+      max_width: the widest head it takes; None = any.
     """
 
     rules: frozenset[str] | None = frozenset()
     memory: str = ""
     jvp: bool = True
+    dtypes: frozenset[str] | None = None
+    platforms: frozenset[str] | None = None
+    max_width: int | None = None
 
     @classmethod
     def everything(cls, **changes: Any) -> "Capabilities":
@@ -88,7 +107,24 @@ class Capabilities(_Features):
                    if getattr(request, name) and not getattr(self, name)]
         if self.rules is not None:
             missing += [f"the mask rule {rule}" for rule in sorted(request.rules - self.rules)]
+        if self.dtypes is not None and request.dtype not in self.dtypes:
+            missing.append(f"{request.dtype} (it takes {' and '.join(sorted(self.dtypes))})")
+        if self.max_width is not None and request.width > self.max_width:
+            missing.append(f"heads of width {request.width} (it takes up to {self.max_width})")
+        if self.platforms is not None:
+            platform = request.platform or _this_platform()
+            if platform not in self.platforms:
+                needs = " or ".join(DEVICES[name] for name in sorted(self.platforms))
+                missing.append(f"the device {platform} (it needs {needs})")
         return missing
+
+
+def _this_platform() -> str:
+    """Where JAX runs by default; NVIDIA and AMD are both "gpu" to it."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
 assert [f.name for f in fields(_Features)] == list(FEATURES)

@@ -115,7 +115,8 @@ def request_of(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, *, mask: Any = None, bias:
         shifted=traced_start or q_start not in (None, k_BSKH.shape[1] - q_BTNH.shape[1]),
         traced_start=traced_start, score=score.name,
         logits=math.prod(q_BTNH.shape[:3]) * k_BSKH.shape[1],
-        other_score=not isinstance(score, DotProduct), float64=q_BTNH.dtype == jnp.float64)
+        other_score=not isinstance(score, DotProduct), float64=q_BTNH.dtype == jnp.float64,
+        dtype=jnp.dtype(q_BTNH.dtype).name, width=max(q_BTNH.shape[3], v_BSKH.shape[3]))
 
 
 def implementations() -> dict[str, Capabilities]:
