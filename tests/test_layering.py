@@ -24,7 +24,7 @@ LAYERS = (
      "tx_jax.loss", "tx_jax.masks", "tx_jax.positions", "tx_jax.sharding", "tx_jax.tokenizers"},
     {"tx_jax.models", "tx_jax.decode"},
     {"tx_jax.optim"},
-    {"tx_jax.checkpoint", "tx_jax.fit", "tx_jax.hf", "tx_jax.metrics", "tx_jax.plan",
+    {"tx_jax.checkpoint", "tx_jax.fit", "tx_jax.hf", "tx_jax.leaks", "tx_jax.metrics", "tx_jax.plan",
      "tx_jax.train"},
     {"tx_jax.study"},
     {"experiments"},

@@ -88,8 +88,10 @@ class ModelConfig:
     residual: bool = option(True, "residual connections")
     embeddings: str = option("tied", "output head shares the embedding table or not",
                              choices=("tied", "untied"))
-    positions: str = option("rope", "position scheme: none, sinusoidal, learned, rope(base=...)")
-    mask: str = option("causal", "attention mask, as in 'causal & window(256)'")
+    positions: str = option("rope", "position scheme: the name of a file of tx_jax/positions, with "
+                            "its options, as in rope(base=500000), yarn(factor=4) or alibi")
+    mask: str = option("causal", "attention mask, as in 'causal & window(256)'; rules: full, "
+                       "causal, window, prefix, dilated, global, explicit")
     score: str = option("scaled_dot", "score function: scaled_dot, dot, additive, bilinear, cosine")
     scale: str = option("default", "factor on the scores: default, 1/sqrt(d), 1/d, none, log_n(L) "
                         "or a number")
@@ -187,6 +189,9 @@ class TrainConfig:
     log_every: int = option(10, "steps between metric rows", low=1, run_only=True)
     check_finite: bool = option(True, "stop on a NaN or infinite loss or gradient, naming the "
                                 "step", run_only=True)
+    check_leaks: str = option("start", "look for tokens that see the future, another document or "
+                              "padding: before the first step, also at each validation, or never",
+                              choices=("start", "validations", "never"), run_only=True)
     wandb: str = option("", "Weights & Biases project; empty = off", run_only=True)
 
     def __post_init__(self) -> None:

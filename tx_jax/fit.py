@@ -25,12 +25,14 @@ from tx_jax import data, letters, models, sharding, train
 from tx_jax.checkpoint import Checkpoints
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from tx_jax.errors import UserError
+from tx_jax.leaks import check_leaks
 from tx_jax.metrics import MetricsWriter
 from tx_jax.optim import make_optimizer
 from tx_jax.tokenizers import bits_per_byte
 
 # What a resumed run may change: none of it reaches the parameters.
-_FREE = ("eval_every", "eval_batches", "save_every", "log_every", "check_finite", "wandb")
+_FREE = ("eval_every", "eval_batches", "save_every", "log_every", "check_finite", "check_leaks",
+         "wandb")
 
 
 class NonFiniteError(UserError):
@@ -166,6 +168,7 @@ class _Loop:
             while self.step < cfg.steps and not stop.is_set():
                 batch = jax.device_put(next(self.batches), self.rows)
                 if compiled is None:
+                    self._check_leaks(batch)
                     compiled = make_step(self.model, self.cfg).lower(
                         self.state, self.first_bad, batch).compile()
                     clock = (time.perf_counter(), self.step)
@@ -183,6 +186,8 @@ class _Loop:
                         pending = None
                     began = time.perf_counter()
                     if self._due(cfg.eval_every):
+                        if cfg.check_leaks == "validations":
+                            self._check_leaks(batch)
                         self._evaluate()
                     if self._due(cfg.save_every):
                         self._save()
@@ -218,6 +223,13 @@ class _Loop:
         self.writer.write(step, values, tokens_per_second=speed)
         show(step, float(values["loss"]), speed)
         return now, step
+
+    def _check_leaks(self, batch: train.Batch) -> None:
+        """Through the shapes and the implementation that train: one micro-batch, with dropout."""
+        if self.cfg.train.check_leaks == "never":
+            return
+        micro = jax.tree.map(lambda x: x[::self.cfg.optim.accumulate], batch)
+        check_leaks(self.model, self.state.params, micro, self.state.key)
 
     def _check(self, first_bad: int) -> None:
         if self.cfg.train.check_finite and first_bad >= 0:
