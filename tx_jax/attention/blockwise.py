@@ -54,6 +54,7 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
                         sink=sink)
     dot = isinstance(score, DotProduct)
     q_tile, k_tile = tiles or _tiles.tile_sizes(B * N, T, S, 1 if dot else H)
+    q_tile, k_tile = min(q_tile, T), min(k_tile, S)  # an axis of length 1 is never padded
     visits, some_full, some_partial = _tiles.list_tiles(mask, T, S, start, q_tile, k_tile)
     plan = _Plan(S, q_tile, k_tile, some_full, some_partial, None if dot else score,
                  None if isinstance(softcap, jax.Array) else softcap,
@@ -291,7 +292,8 @@ def _by_rows(q_BTNH, k_BSKH, v_BSKH, tiles, start, *, mask, bias, scale, **optio
     """The reference on one tile of queries after another, recomputed in the backward pass."""
     B, T, N, _ = q_BTNH.shape
     S = k_BSKH.shape[1]
-    size = tiles[0] if tiles else max(1, min(T, _tiles.TILE_ELEMENTS * 4 // max(1, B * N * S)))
+    size = tiles[0] if tiles else max(1, _tiles.TILE_ELEMENTS * 4 // max(1, B * N * S))
+    size = min(T, size)
     q_padded, mask = pad(q_BTNH, 1, size), _tiles.pad_mask(mask, size, 1)
     scale = pad(scale, 2, size) if jnp.ndim(scale) else scale
     q_pos = pad(bias.q_pos_BT, 1, size)
