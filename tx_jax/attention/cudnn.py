@@ -3,8 +3,8 @@
 NVIDIA GPUs and half precision only. Where the words of cuDNN mean the same as the contract's
 (causal and sliding windows, T = S, nothing per example) its own flags are set and memory grows with
 T + S; every other mask is handed over as a table of pairs (so are odd key lengths without a mask).
-A bias is refused, because cuDNN takes it in half precision: a distance of 300 at slope 0.5 would be
-off by half a logit.
+A bias is refused: in half precision a distance of 300 at slope 0.5 would be off by half a logit,
+and one in float32 is untried there.
 """
 
 import jax
