@@ -53,7 +53,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
                         score_params=score_params, scale=scale, softcap=softcap, dropout=dropout,
                         sink=sink)
     dot = isinstance(score, DotProduct)
-    q_tile, k_tile = tiles or _tiles.tile_sizes(B * N, T, S, 1 if dot else H)
+    q_tile, k_tile = tiles or _tiles.tile_sizes(
+        B * N, T, S, 1 if dot else H, mask, start)
     q_tile, k_tile = min(q_tile, T), min(k_tile, S)  # an axis of length 1 is never padded
     visits, some_full, some_partial = _tiles.list_tiles(mask, T, S, start, q_tile, k_tile)
     plan = _Plan(S, q_tile, k_tile, some_full, some_partial, None if dot else score,
@@ -86,6 +87,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
         learned["bias"] = pad(pad(bias, 3, q_tile), 4, k_tile)
     q = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, -1), (0, 2, 3, 1, 4))
     k, v = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k_BSKH, v_BSKH))
+    if some_partial:
+        fixed["broken"] = pad(_broken(k) | _broken(v), 2, k_tile)
     out = _core(plan, learned, fixed, pad(q, 3, q_tile), pad(k, 2, k_tile), pad(v, 2, k_tile))
     out_BTNH = jnp.transpose(out[:, :, :, :T], (0, 3, 1, 2, 4)).reshape(B, T, N, -1)
     return out_BTNH.astype(v_BSKH.dtype)
@@ -107,10 +110,9 @@ def _forward(plan, learned, fixed, q, k, v):
 
         def step(carry, j, allowed):
             m, total, mixed = carry
-            q_t, k_t, v_t = _hide(allowed, q_i, cut(k, 2, j, plan.k_tile),
-                                  cut(v, 2, j, plan.k_tile))
-            logits = _logits(plan, fixed, i, j, _cut_learned(plan, learned, i, j), q_t, k_t)
-            logits = logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+            k_t, v_t, mark = _mend(plan, fixed, j, allowed, k, v)
+            logits = _logits(plan, fixed, i, j, _cut_learned(plan, learned, i, j), q_i, k_t)
+            logits = logits if allowed is None else jnp.where(allowed, logits + mark, -jnp.inf)
             peak = jnp.maximum(m, jnp.max(logits, axis=-1))
             safe = jnp.where(peak == -jnp.inf, 0, peak)
             weights, fade = jnp.exp(logits - safe[..., None]), jnp.exp(m - safe)
@@ -132,7 +134,8 @@ def _forward(plan, learned, fixed, q, k, v):
     count = q.shape[3] // plan.q_tile
     if count == 1:
         return rows(0)
-    _, (out, lse) = jax.lax.scan(lambda _, i: (None, rows(i)), None, jnp.arange(count))
+    _, (out, lse) = jax.lax.scan(lambda _, i: (None, rows(i)), None,
+                                 jnp.arange(count, dtype=jnp.int32))
     return _join(out), _join(lse)
 
 
@@ -151,15 +154,16 @@ def _core_bwd(plan, saved, d_out):
     def rows(sums, i):
         q_i, d_out_i = cut(q, 3, i, plan.q_tile), cut(d_out, 3, i, plan.q_tile)
         lse_i, mean_i = cut(lse, 3, i, plan.q_tile), cut(mean, 3, i, plan.q_tile)
+        q_i = jnp.where(lse_i[..., None] == jnp.inf, 0, q_i)
 
         def step(carry, j, allowed):
             dq_i, dk, dv, d_learned = carry
-            q_t, k_t, v_t = _hide(allowed, q_i, cut(k, 2, j, plan.k_tile),
-                                  cut(v, 2, j, plan.k_tile))
+            k_t, v_t, mark = _mend(plan, fixed, j, allowed, k, v)
             logits, pull = jax.vjp(partial(_logits, plan, fixed, i, j),
-                                   _cut_learned(plan, learned, i, j), q_t, k_t)
+                                   _cut_learned(plan, learned, i, j), q_i.astype(high),
+                                   k_t.astype(high))
+            logits = logits if allowed is None else jnp.where(allowed, logits + mark, -jnp.inf)
             weights = jnp.exp(logits - lse_i[..., None])
-            weights = weights if allowed is None else jnp.where(allowed, weights, 0)
             d_v = jnp.einsum("BKGTS,BKGTH->BKSH", _drop(plan, fixed, i, j, weights), d_out_i)
             d_weights = jnp.einsum("BKGTH,BKSH->BKGTS", d_out_i, v_t.astype(high))
             d_weights = _drop(plan, fixed, i, j, d_weights)
@@ -180,7 +184,7 @@ def _core_bwd(plan, saved, d_out):
     if count == 1:
         (dk, dv, d_learned), dq = rows(zeros, 0)
     else:
-        (dk, dv, d_learned), dq = jax.lax.scan(rows, zeros, jnp.arange(count))
+        (dk, dv, d_learned), dq = jax.lax.scan(rows, zeros, jnp.arange(count, dtype=jnp.int32))
         dq = _join(dq)
     d_learned, dq, dk, dv = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_learned, dq, dk, dv),
                                          (learned, q, k, v))
@@ -217,13 +221,20 @@ def _indices(plan, fixed, i, j):
     return q_idx[:, :, None], k_idx[None, None, :]
 
 
-def _hide(allowed, q_t, k_t, v_t):
-    """Zero what meets nothing in this tile, as 0 * NaN from padding would be NaN."""
+def _broken(x_BKSH):
+    """Which keys hold NaN or infinity [B, K, S], as padding and unwritten caches may."""
+    return ~jnp.all(jnp.isfinite(jax.lax.stop_gradient(x_BKSH)), axis=-1)
+
+
+def _mend(plan, fixed, j, allowed, k, v):
+    """Keys and values of a tile, the broken ones zero as 0 * NaN is NaN, and what to add to the
+    logits, so that whoever may see a broken key still gets NaN."""
+    k_t, v_t = cut(k, 2, j, plan.k_tile), cut(v, 2, j, plan.k_tile)
     if allowed is None:
-        return q_t, k_t, v_t
-    sees = jnp.any(allowed, axis=-1)[..., None]
-    seen = jnp.any(allowed[:, :, 0], axis=-2)[..., None]
-    return jnp.where(sees, q_t, 0), jnp.where(seen, k_t, 0), jnp.where(seen, v_t, 0)
+        return k_t, v_t, None
+    broken = cut(fixed["broken"], 2, j, plan.k_tile)
+    mark = jnp.where(broken, jnp.nan, 0).astype(wide(k.dtype))[:, :, None, None]
+    return (*(jnp.where(broken[..., None], 0, x) for x in (k_t, v_t)), mark)
 
 
 def _logits(plan, fixed, i, j, learned, q_t, k_t):
@@ -305,5 +316,6 @@ def _by_rows(q_BTNH, k_BSKH, v_BSKH, tiles, start, *, mask, bias, scale, **optio
             bias=replace(bias, q_pos_BT=cut(q_pos, 1, i, size)), q_start=start + i * size,
             scale=cut(scale, 2, i, size) if jnp.ndim(scale) else scale, **options)
 
-    _, out = jax.lax.scan(lambda _, i: (None, rows(i)), None, jnp.arange(q_padded.shape[1] // size))
+    _, out = jax.lax.scan(lambda _, i: (None, rows(i)), None,
+                          jnp.arange(q_padded.shape[1] // size, dtype=jnp.int32))
     return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, v_BSKH.shape[3])[:, :T]

@@ -28,9 +28,10 @@ def tile_kinds(mask: Mask | Rule | None, T: int, S: int, q_start: ArrayLike | No
     mask = Mask() if mask is None else as_mask(mask)
     start = S - T if q_start is None else q_start
     xp = jnp if isinstance(start, jax.Array) or jax.tree.leaves(mask) else np
-    q_first, k_first = xp.arange(0, T, q_tile), xp.arange(0, S, k_tile)
+    q_first, k_first = (xp.arange(0, n, tile, dtype=np.int32) for n, tile in ((T, q_tile),
+                                                                              (S, k_tile)))
     q_last, k_last = xp.minimum(q_first + q_tile, T) - 1, xp.minimum(k_first + k_tile, S) - 1
-    start_B11 = xp.reshape(xp.asarray(start), (-1, 1, 1))
+    start_B11 = xp.reshape(xp.asarray(start, dtype=np.int32), (-1, 1, 1))
     q_lo, q_hi = (start_B11 + edge[None, :, None] for edge in (q_first, q_last))
     k_lo, k_hi = k_first[None, None, :], k_last[None, None, :]
     some, every = mask.rule.tile(q_lo, q_hi, k_lo, k_hi)
