@@ -6,13 +6,12 @@ may live in another Python: `--torch_python=/path/to/python`. Nothing is compare
 counts are equal and the two losses agree after every block.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments._peer import Peer, cores, find_python
 from tx_jax import flags, letters, models, train
 from tx_jax.config import ModelConfig, OptimConfig, check, option
 from tx_jax.errors import UserError
@@ -130,71 +130,25 @@ def torch_arrays(s: Settings, params: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(x) for name, x in arrays.items()}
 
 
-def has_torch(python: str) -> bool:
-    """Whether that Python can run the peer."""
-    probe = subprocess.run([python, "-c", "import torch, numpy"], capture_output=True)
-    return probe.returncode == 0
+def torch_side(s: Settings, python: str, folder: str, params: dict[str, Any],
+               tokens: np.ndarray, targets: np.ndarray) -> tuple[Side, Peer]:
+    """The torch side and the process that it runs in."""
+    path = os.path.join(folder, "arrays.npz")
+    np.savez(path, tokens=tokens, targets=targets, **torch_arrays(s, params))
+    shape = {"vocab": s.vocab, "context": s.context, "layers": s.layers, "width": s.d_model,
+             "heads": s.heads, "hidden": model_config(s).hidden,
+             "approximate": APPROXIMATE[s.mlp]}
+    optim = {"lr": OPTIM.lr, "betas": (OPTIM.b1, OPTIM.b2), "eps": OPTIM.eps,
+             "decay": OPTIM.weight_decay, "clip": OPTIM.clip}
+    peer = Peer(python, "_torch_gpt.py", {"threads": cores(), "arrays": path, "shape": shape,
+                                          "optim": optim})
 
-
-def peer_python(s: Settings) -> str | None:
-    """The Python that runs the peer; None where this one has no torch and no other was named."""
-    python = shutil.which(s.torch_python or sys.executable)
-    if python is None:
-        raise UserError(f"--torch_python={s.torch_python} is not a program; give the path of a "
-                        "Python that has torch and numpy.")
-    if has_torch(python):
-        return python
-    if s.torch_python:
-        raise UserError(f"--torch_python={s.torch_python} cannot import torch and numpy; install "
-                        "them there or leave the flag out.")
-    return None
-
-
-class Peer:
-    """The torch side, in a process of its own; `side` is None where torch is missing."""
-
-    def __init__(self, s: Settings, python: str | None, params: dict[str, Any],
-                 tokens: np.ndarray, targets: np.ndarray) -> None:
-        self.side, self.process = None, None
-        if python is None:
-            return
-        self.folder = tempfile.TemporaryDirectory()
-        path = os.path.join(self.folder.name, "arrays.npz")
-        np.savez(path, tokens=tokens, targets=targets, **torch_arrays(s, params))
-        shape = {"vocab": s.vocab, "context": s.context, "layers": s.layers, "width": s.d_model,
-                 "heads": s.heads, "hidden": model_config(s).hidden,
-                 "approximate": APPROXIMATE[s.mlp]}
-        optim = {"lr": OPTIM.lr, "betas": (OPTIM.b1, OPTIM.b2), "eps": OPTIM.eps,
-                 "decay": OPTIM.weight_decay, "clip": OPTIM.clip}
-        options = {"threads": cores(), "arrays": path, "shape": shape, "optim": optim}
-        script = Path(__file__).with_name("_torch_gpt.py")
-        self.process = subprocess.Popen([python, str(script), json.dumps(options)], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        ready = self._read()
-        self.side = Side("torch eager", f"torch {ready['version']}", ready["parameters"], self._run)
-
-    def _run(self, steps: int) -> tuple[float, float]:
-        print(steps, file=self.process.stdin, flush=True)
-        answer = self._read()
+    def run(steps: int) -> tuple[float, float]:
+        answer = peer.ask(steps)
         return answer["seconds"], answer["loss"]
 
-    def _read(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if not line:
-            raise UserError("the torch process ended early; its own message is above.")
-        return json.loads(line)
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.stdin.close()
-            self.process.wait()
-            self.process.stdout.close()
-            self.folder.cleanup()
-
-
-def cores() -> int:
-    """CPU cores this process may use, which is what both sides get."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Side("torch eager", f"torch {peer.ready['version']}", peer.ready["parameters"],
+                run), peer
 
 
 def measure(s: Settings) -> list[Side]:
@@ -203,13 +157,17 @@ def measure(s: Settings) -> list[Side]:
     Raises:
       UserError: parameter counts or losses of the two sides differ: not the same model.
     """
-    python = peer_python(s)
+    python = find_python(s.torch_python)
     tokens, targets = make_batches(s)
     model = models.build(model_config(s), s.vocab, s.context)
     state = train.init_state(model, OPTIM, jax.random.key(0))
-    peer = Peer(s, python, state.params, tokens, targets)
-    try:
-        sides = [jax_side(s, state, model, tokens, targets)] + ([peer.side] if peer.side else [])
+    sides = [jax_side(s, state, model, tokens, targets)]
+    with contextlib.ExitStack() as stack:
+        if python is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            side, peer = torch_side(s, python, folder, state.params, tokens, targets)
+            stack.callback(peer.close)
+            sides.append(side)
         if len({side.parameters for side in sides}) > 1:
             raise UserError("the two sides have different parameter counts: "
                             f"{[side.parameters for side in sides]}.")
@@ -219,8 +177,6 @@ def measure(s: Settings) -> list[Side]:
             losses = [side.losses[-1] for side in sides]
             if not max(losses) - min(losses) < 2e-2 * max(losses):
                 raise UserError(f"the losses of the two sides differ in round {round_}: {losses}.")
-    finally:
-        peer.close()
     for side in sides:
         del side.seconds[0]
     return sides

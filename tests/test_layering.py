@@ -39,7 +39,7 @@ LIBRARIES = {
 # Rooms that may not import any other room, whatever its layer.
 ALONE = {"kernels_pallas"}
 # Scripts that run in a process of their own with an optional library; no module imports them.
-SCRIPTS = {"experiments._torch_gpt": "torch"}
+SCRIPTS = dict.fromkeys(("experiments._torch_gpt", "experiments._torch_attention"), "torch")
 MAX_FILE, MAX_FUNCTION = 400, 80
 
 

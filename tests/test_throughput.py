@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import throughput
+from experiments import _peer, throughput
 from tx_jax import letters, models, train
 from tx_jax.errors import UserError
 
@@ -17,7 +17,7 @@ TINY = throughput.Settings(layers=2, d_model=8, heads=2, vocab=11, context=6, ba
 @pytest.fixture
 def without_torch(monkeypatch):
     """A Python that cannot import torch, whatever is installed here."""
-    monkeypatch.setattr(throughput, "has_torch", lambda python: False)
+    monkeypatch.setattr(_peer, "has_torch", lambda python: False)
 
 
 def test_without_torch_the_jax_side_runs_and_the_table_says_so(without_torch, tmp_path, capsys):

@@ -12,20 +12,33 @@ from tx_jax.masks import EMPTY, FULL, PARTIAL, Mask, tile_kinds
 # Elements of one tile of logits, over batch and heads: about a megabyte in float32, which a
 # processor's cache holds. Up to four times as many are quicker in one piece.
 TILE_ELEMENTS = 2**18
+# What visiting a tile costs besides its elements, in elements.
+TILE_OVERHEAD = 2**12
 
 
-def tile_sizes(heads: int, T: int, S: int, per_pair: int = 1) -> tuple[int, int]:
+def tile_sizes(heads: int, T: int, S: int, per_pair: int = 1, mask: Mask | None = None,
+               start: Any = 0) -> tuple[int, int]:
     """Queries and keys of a tile: all there are, or powers of two near TILE_ELEMENTS in all.
+
+    Where the mask is known while tracing, smaller tiles are taken if they skip enough.
 
     Args:
       heads: logits per pair, B * N.
       per_pair: numbers held per logit while it is computed.
     """
-    if heads * per_pair * T * S <= 4 * TILE_ELEMENTS and max(T, S) <= 512:
+    work = heads * per_pair
+    if work * T * S <= 4 * TILE_ELEMENTS and max(T, S) <= 512:
         return T, S
-    side = max(16, min(512, int((TILE_ELEMENTS / max(1, heads * per_pair)) ** 0.5)))
+    side = max(16, min(512, int((TILE_ELEMENTS / max(1, work)) ** 0.5)))
     side = 2 ** int(np.log2(side))
-    return min(T, side), min(S, side)
+    best, least = side, np.inf
+    for size in (side, side // 2, side // 4):
+        kinds = tile_kinds(mask, T, S, start, q_tile=size, k_tile=size)
+        if not isinstance(kinds, np.ndarray) or size < 64:
+            break
+        cost = np.sum(kinds != EMPTY) * (work * size * size + TILE_OVERHEAD)
+        best, least = (size, cost) if cost < least else (best, least)
+    return min(T, best), min(S, best)
 
 
 def list_tiles(mask: Mask | None, T: int, S: int, start: Any, q_tile: int, k_tile: int
