@@ -2,6 +2,7 @@
 
 An experiment is a file of `experiments/` that defines `STUDY`; `--list` shows them, `--help` shows
 the flags of one, `--explain` what a command would do, `--table` rebuilds a table without running.
+`--check_attention=my_package.my_module:my_function` checks an implementation of attention instead.
 """
 
 import importlib
@@ -10,6 +11,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from rich.table import Table
 
 from tx_jax import flags, plugins, workdir
 from tx_jax.config import resolved
+from tx_jax.conformance import check_attention
 from tx_jax.errors import UserError, nearest
 from tx_jax.study.driver import run_study
 
@@ -35,6 +38,16 @@ LAUNCH = {leaf.name: leaf for leaf in (
     flags.Leaf("list", bool, False, {"help": "list the experiments"}),
     flags.Leaf("help", bool, False, {"help": "show the flags of the experiment"}),
 )}
+
+CHECK = {leaf.name: leaf for leaf in (
+    flags.Leaf("check_attention", str, "", {"help": "name or module:function of an attention"}),
+    flags.Leaf("cases", int, 0, {"help": "random cases to try; 0 = a few"}),
+)}
+
+
+@dataclass(frozen=True)
+class _NoSettings:
+    """--check_attention has flags of its own only."""
 
 
 def experiments() -> list[str]:
@@ -164,6 +177,15 @@ def explain(console: Console, study: Any, settings: Any, command: Sequence[str])
                   f"in {programs} programs.")
 
 
+def check(argv: list[str], console: Console) -> int:
+    """Print the capability card of an attention; 0 if it conforms, 1 if not."""
+    given = flags.parse(argv, _NoSettings(), CHECK)
+    if given.get("cases", 1) < 1:
+        raise UserError(f"--cases={given['cases']} must be 1 or more.")
+    jax.config.update("jax_num_cpu_devices", 8)  # to compare sharded with whole
+    return 0 if check_attention(given["check_attention"], console, given.get("cases", 0)) else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 0, or 1 after failed cells, or 2 after a mistake."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -188,6 +210,8 @@ def run(argv: list[str], console: Console) -> int:
             raise UserError(f"--list stands alone; drop '{others[0]}'.")
         show_list(console)
         return 0
+    if any(word.lstrip("-").split("=")[0] == "check_attention" for word in argv):
+        return check(argv, console)
     if argv == ["--help"]:
         console.print((__doc__ or "").strip())
         show_list(console)

@@ -1,4 +1,4 @@
-"""The attention contract written as loops in float64, and option combinations to try it on."""
+"""Combinations of a few options on tiny arrays; the oracle is that of `tx_jax.conformance`."""
 
 import itertools
 
@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tx_jax.attention import (
-    Dropout,
-    make_score,
-)
+from tx_jax.attention import Dropout, make_score
+from tx_jax.conformance import slow_attend, slow_keep
 from tx_jax.masks import Causal, Mask, Window
+
+__all__ = ["OPTIONS", "PAIRS", "all_pairs", "make_call", "slow_attend", "slow_keep", "split"]
 
 OPTIONS = {
     "mask": [None, Causal(), Causal() & Window(2), "segments", "prefix"],
@@ -25,63 +25,6 @@ OPTIONS = {
     "v_width": [4, 3],
     "q_start": [None, 1],
 }
-
-
-def slow_keep(rate, seed, b, n, q, k):
-    """The dropout decision in Python integers."""
-    def mix(word):
-        word = (word ^ (word >> 16)) * 0x85EBCA6B % 2**32
-        word = (word ^ (word >> 13)) * 0xC2B2AE35 % 2**32
-        return word ^ (word >> 16)
-    word = mix(seed ^ 0x9E3779B9)
-    for index, odd in ((b, 0x85EBCA77), (n, 0xC2B2AE3D), (q, 0x27D4EB2F), (k, 0x165667B1)):
-        word = mix((word + (index + 1) * odd) % 2**32)
-    return word >= round(rate * 2**32)
-
-
-def slow_attend(q, k, v, *, mask=None, bias=None, score="scaled_dot", scale=None, softcap=None,
-                dropout=None, sink=None, q_start=None, score_params=None):
-    """Attention as loops in float64, from the text of the contract."""
-    (B, T, N, H), S, K = q.shape, k.shape[1], k.shape[2]
-    score = make_score(score)
-    scale = score.default_scale if scale is None else scale
-    raw = score.slow_logits(score_params, q, k)
-    if bias is not None:
-        bias = np.broadcast_to(np.float64(bias), (B, N, T, S))
-    start = S - T if q_start is None else q_start
-    out = np.zeros((B, T, N, v.shape[3]))
-    for b, n, t in np.ndindex(B, N, T):
-        seen = [s for s in range(S) if _allowed(mask, b, t, start + t, s)]
-        factor = {"none": 1.0, "1/sqrt(d)": H**-0.5, "1/d": 1 / H,
-                  "log_n(2)": H**-0.5 * max(1.0, np.log(max(len(seen), 1)) / np.log(2))}
-        factor = factor[scale] if isinstance(scale, str) else float(scale)
-        logits = {}
-        for s in seen:
-            x = raw[b, n, t, s] * factor
-            x = x if softcap is None else softcap * np.tanh(x / softcap)
-            logits[s] = x if bias is None else x + bias[b, n, t, s]
-        total = sum(np.exp(x) for x in logits.values())
-        total += 0 if sink is None else np.exp(np.float64(sink[n]))
-        for s, x in logits.items():
-            weight = np.exp(x) / total
-            if dropout is not None:
-                kept = slow_keep(dropout.rate, int(dropout.seed), b, n, start + t, s)
-                weight = weight / (1 - dropout.rate) if kept else 0.0
-            out[b, t, n] += weight * np.float64(v[b, s, n // (N // K)])
-    return out
-
-
-def _allowed(mask, b, t, q_idx, k_idx):
-    if mask is None:
-        return True
-    rule = mask.rule if isinstance(mask, Mask) else mask
-    allowed = bool(rule.allowed(q_idx, k_idx))
-    if isinstance(mask, Mask) and mask.prefix_B is not None:
-        allowed = allowed or k_idx < int(mask.prefix_B[b])
-    if isinstance(mask, Mask) and mask.q_segments_BT is not None:
-        q_seg, k_seg = int(mask.q_segments_BT[b, t]), int(mask.k_segments_BS[b, k_idx])
-        allowed = allowed and q_seg == k_seg != 0
-    return allowed
 
 
 def make_call(choice, seed=0, dtype=np.float32):
