@@ -22,7 +22,7 @@ LAYERS = (
     {"kernels_pallas"},
     {"tx_jax.attention", "tx_jax.data", "tx_jax.dtypes", "tx_jax.layers", "tx_jax.letters",
      "tx_jax.loss", "tx_jax.masks", "tx_jax.positions", "tx_jax.sharding", "tx_jax.tokenizers"},
-    {"tx_jax.conformance", "tx_jax.models", "tx_jax.decode"},
+    {"tx_jax.conformance", "tx_jax.models", "tx_jax.decode", "tx_jax.flax_attention"},
     {"tx_jax.optim"},
     {"tx_jax.checkpoint", "tx_jax.fit", "tx_jax.hf", "tx_jax.leaks", "tx_jax.metrics", "tx_jax.plan",
      "tx_jax.train"},
