@@ -75,12 +75,12 @@ def make_call(choice: Choice, seed: int = 0, *, batch: int = BATCH, width: int =
     (N, K), (T, S), B = choice["heads"], choice["lengths"], batch
     v_width = width if choice["v_width"] == WIDTH else max(1, width - 1)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    args = tuple(np.asarray(jnp.asarray(x, choice["dtype"]), np.float32) for x in
+    args = tuple(x.astype(jnp.dtype(choice["dtype"])).astype(np.float32) for x in
                  (spread * normal(B, T, N, width), spread * normal(B, S, K, width),
                   normal(B, S, K, v_width)))
     score = make_score(choice["score"])
-    params = {name: np.asarray(p) + 0.1 * normal(*p.shape) for name, p in
-              score.init(jax.random.key(seed), {"N": N, "H": width}).items()}
+    params = {name: np.asarray(p) + np.float32(0.1) * normal(*p.shape) for name, p in
+              score.init(jax.random.key(0), {"N": N, "H": width}).items()}
     starts = {"traced": lambda: jnp.int32(rng.integers(0, S)),
               "examples": lambda: jnp.asarray(rng.integers(0, S, B), jnp.int32)}
     dropout = choice["dropout"] and Dropout(choice["dropout"], jnp.uint32(rng.integers(2**32)))

@@ -162,14 +162,18 @@ def empty_sizes(subject: Subject) -> None:
 
 def odd_lengths(subject: Subject) -> None:
     """Lengths that fit no block are exact, with T = S and not, and repeated calls agree."""
-    mask = Causal() if subject.can("causal") else None
-    call = jax.jit(lambda *a: subject(*a, mask=mask))
-    for T, S in ((1, 1), (7, 7), (127, 127), (129, 129), (192, 192), (7, 129), (127, 192)):
-        q, k, v = subject.qkv(T, 1, T, S, N=2, K=1, H=16)
-        out = call(q, k, v)
-        close(out, _vectorised(q, k, v, mask is not None), f"T={T}, S={S}")
-        for _ in range(3):
-            same(call(q, k, v), out, f"a repeated call with T={T}, S={S}")
+    heads = {"N": 2, "K": 1 if subject.can("gqa") else 2, "H": 16}
+    for mask, lengths in ((None, ((1, 1), (7, 7), (129, 129), (7, 129))),
+                          (Causal(), ((127, 127), (192, 192), (127, 192)))):
+        if mask is not None and not subject.can("causal"):
+            continue
+        call = jax.jit(lambda *a, mask=mask: subject(*a, mask=mask))
+        for T, S in lengths:
+            q, k, v = subject.qkv(T, 1, T, S, **heads)
+            out = call(q, k, v)
+            close(out, _vectorised(q, k, v, mask is not None), f"T={T}, S={S}")
+            for _ in range(3):
+                same(call(q, k, v), out, f"a repeated call with T={T}, S={S}")
 
 
 def _vectorised(q: Any, k: Any, v: Any, causal: bool) -> np.ndarray:
@@ -187,7 +191,8 @@ def _vectorised(q: Any, k: Any, v: Any, causal: bool) -> np.ndarray:
 def block_edges(subject: Subject) -> None:
     """Gradients at ragged lengths (T = 37, S = 53) equal central differences."""
     mask = Causal() if subject.can("causal") else None
-    arrays = subject.normal(9, (1, 37, 2, 8), (1, 53, 1, 8), (1, 53, 1, 8))
+    K = 1 if subject.can("gqa") else 2
+    arrays = subject.normal(9, (1, 37, 2, 8), (1, 53, K, 8), (1, 53, K, 8))
     run = with_gradients(lambda *a: subject(*a, mask=mask))
     weights = np.round(np.cos(np.arange(37 * 16)) * 32).reshape(1, 37, 2, 8) / 32
     _, *grads = run(*arrays)
