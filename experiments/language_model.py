@@ -150,6 +150,8 @@ def _flops(cfg: RunConfig, cache: Path) -> int:
 
 def _kernel(settings: Settings) -> str:
     model, length = settings.model, settings.data.context
+    if model.variant != "softmax":
+        return f"variant {model.variant}"
     rows = settings.train.batch // settings.optim.accumulate
     q, k = (shape(rows, length, heads, model.head_width, dtype=model.dtype)
             for heads in (model.heads, model.groups))

@@ -92,10 +92,13 @@ class ModelConfig:
                             "its options, as in rope(base=500000), yarn(factor=4) or alibi")
     mask: str = option("causal", "attention mask, as in 'causal & window(256)'; rules: full, "
                        "causal, window, prefix, dilated, global, explicit")
-    score: str = option("scaled_dot", "score function: scaled_dot, dot, additive, bilinear, cosine")
+    score: str = option("scaled_dot", "score function: scaled_dot, dot, additive, bilinear, "
+                       "cosine, qk_norm")
     scale: str = option("default", "factor on the scores: default, 1/sqrt(d), 1/d, none, log_n(L) "
                         "or a number")
     softcap: float = option(0.0, "soft cap on the scaled scores; 0 = off", low=0.0)
+    variant: str = option("softmax", "what turns scores into weights: softmax, sigmoid, hard, "
+                          "linear, differential")
     attention: str = option("auto", "attention implementation, by name or module:function")
     dropout: float = option(0.0, "dropout rate on embeddings, attention weights and block outputs",
                             low=0.0, high=0.999)

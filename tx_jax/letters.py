@@ -5,6 +5,7 @@
     L layers (stacked in front of the parameters of a scanned block)    R replicas
     In position schemes only: C rows of a table    P columns of a position vector
     E hidden width of a small MLP    U one number
+    W width of values, where it is not H
 
 Arrays carry them as a suffix (`x_BTD`), and so do parameters (`q_DNH`); einsum equations use the
 same letters. The two tables below are the whole sharding policy: a letter sits on a mesh axis, for

@@ -6,6 +6,7 @@ output head gives logits in float32. The mathematics lives in `attention/`, `pos
 and `layers`.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from tx_jax.attention import (
     attention_weights,
     make_score,
 )
+from tx_jax.attention.variants import make_variant
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.letters import ein, place, shape_of, sizes
@@ -75,21 +77,42 @@ class Attention(nn.Module):
         v_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["v_DKH"])
         q_BTNH, k_BTKH, bias = self._place(q_BTNH, k_BTKH, score, context)
         scale = cfg.scale if context["scale"] is None else context["scale"]
+        widened = q_BTNH.shape[-1] != cfg.head_width
         options = {"mask": context["mask"], "bias": bias, "score": score,
-                   "score_params": score_params, "head_width": cfg.head_width,
+                   "score_params": score_params,
+                   "head_width": cfg.head_width if widened else None,
                    "scale": None if isinstance(scale, str) and scale == "default" else scale,
                    "softcap": cfg.softcap or None}
         drop = None
         if key is not None and cfg.dropout:
             drop = Dropout(cfg.dropout, jax.random.bits(key, dtype=jnp.uint32))
-        mixed_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, dropout=drop, **options,
-                            implementation=None if cfg.attention == "auto" else cfg.attention)
+        mix = attend if cfg.variant == "softmax" else self._variant(v_BTKH.shape)
+        mixed_BTNH = mix(q_BTNH, k_BTKH, v_BTKH, dropout=drop, **options,
+                         implementation=None if cfg.attention == "auto" else cfg.attention)
         aux = {}
-        if context["trace"] == "weights":
+        # What is traced are the weights and logits of a softmax.
+        trace = context["trace"] if cfg.variant == "softmax" else False
+        if trace == "weights":
             aux = {"weights_BNTS": attention_weights(q_BTNH, k_BTKH, **options)[0]}
-        elif context["trace"]:
+        elif trace:
             aux = attention_statistics(q_BTNH, k_BTKH, **options)
         return ein("BTNH,NHD->BTD", mixed_BTNH, w["o_NHD"]), aux
+
+    def _variant(self, shape_BTKH):
+        """The variant of `cfg.variant` with its parameters, as a function like `attend`."""
+        variant = make_variant(self.cfg.variant)
+        params = _tree_param(self, "variant", lambda k: variant.init(k, self.size))
+        B, T, K, H = shape_BTKH
+        if not variant.paired_heads:
+            return functools.partial(variant.attend, params=params)
+
+        def paired(q_BTNH, k_BTKH, v_BTKH, **options):
+            """Two heads of queries and keys share one of values, twice as wide."""
+            v_BTKW = v_BTKH.reshape(B, T, -1, 2 * H) if K % 2 == 0 else v_BTKH
+            out_BTNW = variant.attend(q_BTNH, k_BTKH, v_BTKW, params=params, **options)
+            return out_BTNW.reshape(B, T, -1, H)
+
+        return paired
 
     def _place(self, q_BTNH, k_BTKH, score, context):
         """Queries and keys with their positions in them, and the bias of the scheme."""

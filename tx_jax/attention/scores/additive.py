@@ -1,7 +1,8 @@
 """Additive score v^T tanh(q + k + b) (Bahdanau et al. 2015, appendix A.1.2).
 
 The matrices W and U of the paper are the query and key projections of the layer. Memory is H times
-that of a dot product: the array [B, N, T, S, H] is built.
+that of a dot product on the pairs that are computed at once: all of them in the reference, one tile
+in `blockwise`.
 """
 
 from collections.abc import Mapping

@@ -27,7 +27,10 @@ class Variant:
 
     Attributes:
       refuses: options of `attend` that contradict the variant, each with the reason.
+      paired_heads: two heads of queries and keys share one head of values, twice as wide.
     """
+
+    paired_heads: ClassVar[bool] = False
 
     refuses: ClassVar[Mapping[str, str]] = {}
 

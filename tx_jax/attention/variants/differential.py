@@ -7,7 +7,7 @@ the two maps of head m of the values, so position schemes and every option see c
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class Variant(_base.Variant):
       start: lambda before training, see `lambda_of_layer`.
     """
 
+    paired_heads: ClassVar[bool] = True
     start: float = 0.8
 
     def __post_init__(self) -> None:
