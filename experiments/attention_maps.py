@@ -189,8 +189,12 @@ def run(settings: Settings, members: list[Cell], context: Context
     model = models.build(found.model, tokenizer.vocab_size, found.context)
     restored = _restore(found, model, context)
     trace = jax.jit(lambda params, tokens_BT: models.apply(
-        model, params, tokens_BT, trace="weights")[1]["weights_BNTS"])
-    weights_LNTS = np.asarray(trace(restored.state.params, jnp.asarray(ids)[None]))[:, 0]
+        model, params, tokens_BT, trace="weights")[1])
+    traced = trace(restored.state.params, jnp.asarray(ids)[None])
+    if "weights_BNTS" not in traced:
+        raise UserError("this model's attention is no softmax over keys, so there are no weights "
+                        "to draw.")
+    weights_LNTS = np.asarray(traced["weights_BNTS"])[:, 0]
     tokens = [tokenizer.decode(ids[i:i + 1]) for i in range(len(ids))]
     folder = (context.workdir / "maps"
               / short(fingerprint(cell, code_hash(STUDY.packages, STUDY.files), data(settings))))
