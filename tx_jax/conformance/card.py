@@ -49,8 +49,12 @@ def run_check(subject: Subject, check: Check) -> Outcome:
     except Failure as failure:
         return Outcome(check, "FAIL", str(failure))
     except (Exception, SystemExit) as error:  # outside code may raise anything
-        lines = str(error).strip().splitlines() or ["without a message"]
-        return Outcome(check, "FAIL", f"{type(error).__name__}: {lines[0]}")
+        return Outcome(check, "FAIL", _one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or ["without a message"]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def run_checks(subject: Subject, checks: Iterable[Check] = CHECKS, cases: int = 0,
@@ -114,8 +118,8 @@ def check_attention(implementation: Any, console: Console | None = None, cases: 
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # while importing outside code
-        raise UserError(f"attention '{implementation}' cannot be imported: {type(error).__name__}: "
-                        f"{str(error).splitlines()[:1]}.") from None
+        raise UserError(f"attention '{implementation}' cannot be imported: "
+                        f"{_one_line(error)}.") from None
     plain = Request(dtype=subject.dtype.name)
     if missing := subject.capabilities.lacks(plain):
         raise UserError(f"attention '{subject.name}' cannot do {' with '.join(missing)}; check it "

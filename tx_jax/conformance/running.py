@@ -48,9 +48,10 @@ def decoding(subject: Subject) -> str:
     if subject.can("window", "prefix"):
         mask = Causal() & Window(3) | Prefix(1)
     q, k, v = subject.qkv(0, 2, 6, 6, N=2, K=2)
-    full = jax.jit(lambda *a: subject(*a, mask=mask))(q, k, v)
-    for t in (0, 2, 5):
-        row = subject(q[:, t:t + 1], k[:, :t + 1], v[:, :t + 1], mask=mask)
+    call = jax.jit(lambda *a: subject(*a, mask=mask))
+    full = call(q, k, v)
+    for t in (0, 3, 5):
+        row = call(q[:, t:t + 1], k[:, :t + 1], v[:, :t + 1])
         close(row[:, 0], full[:, t], f"token {t} on a cache of {t + 1} keys")
     return str(mask)
 
@@ -59,7 +60,8 @@ def cached_decoding(subject: Subject) -> str:
     """On a cache that is longer than what is written, q_start says where the queries stand."""
     q, k, v = subject.qkv(1, 2, 6, 6)
     full = jax.jit(lambda *a: subject(*a, mask=Causal()))(q, k, v)
-    close(subject(q[:, 2:4], k, v, mask=Causal(), q_start=2), full[:, 2:4], "q_start=2")
+    part = jax.jit(lambda q: subject(q, k, v, mask=Causal(), q_start=2))(q[:, 2:4])
+    close(part, full[:, 2:4], "q_start=2")
     if not subject.can("traced_start"):
         return "q_start as a number"
     step = jax.jit(lambda q, t: subject(q, k, v, mask=Causal(), q_start=t))
