@@ -121,7 +121,7 @@ def _verdicts(found: Mapping[tuple, Row]) -> tuple[Verdict, ...]:
     compare("pairs", "causal", "forward", "loop_branch", "loop_add", f"{_CLAIM}: a branch per pair "
             "against adding per pair in the same loop", "higher")
     compare("tiles", "causal", "gradients", "tiles_skip", "tiles_all", "Skipping the empty half of "
-            "the tiles saves time (Dao et al. 2022, section 3.3)", "lower")
+            "the tiles saves time (Dao 2023, section 3.1)", "lower")
     compare("tiles", "causal", "gradients", "tiles_skip", "tiles_branch", "Our expectation: a list "
             "of tiles made beforehand takes as long as a branch per tile (10 % allowed)", "equal",
             math.log(1.1))
