@@ -20,16 +20,18 @@ def tile_sizes(heads: int, T: int, S: int, per_pair: int = 1, mask: Mask | None 
                start: Any = 0) -> tuple[int, int]:
     """Queries and keys of a tile: all there are, or powers of two near TILE_ELEMENTS in all.
 
-    Where the mask is known while tracing, smaller tiles are taken if they skip enough.
+    Where the mask is known while tracing, smaller tiles are taken if they skip enough; where it
+    holds arrays (packed documents) there is probably much to skip.
 
     Args:
       heads: logits per pair, B * N.
       per_pair: numbers held per logit while it is computed.
     """
     work = heads * per_pair
-    if work * T * S <= 4 * TILE_ELEMENTS and max(T, S) <= 512:
+    most = 128 if jax.tree.leaves(mask) or isinstance(start, jax.Array) else 512
+    if work * T * S <= 4 * TILE_ELEMENTS and max(T, S) <= most:
         return T, S
-    side = max(16, min(512, int((TILE_ELEMENTS / max(1, work)) ** 0.5)))
+    side = max(16, min(most, int((TILE_ELEMENTS / max(1, work)) ** 0.5)))
     side = 2 ** int(np.log2(side))
     best, least = side, np.inf
     for size in (side, side // 2, side // 4):

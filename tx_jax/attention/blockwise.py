@@ -204,8 +204,11 @@ def _visit(plan, fixed, i, step, carry):
         allowed = _tiles.visible(fixed["mask"], q_idx, k_idx, i, order_j[n], plan.S)
         return step(carry, order_j[n], allowed[:, None, None])
 
-    if order_j.shape[0] == 1 and plan.some_partial != plan.some_full:  # the one tile there is
-        return masked(0, carry) if plan.some_partial else step(carry, 0, None)
+    # A loop would only slow down the one tile there is.
+    if order_j.shape[0] == 1 and plan.some_partial:
+        return masked(0, carry)
+    if fixed["visits"]["order"].shape == (1, 1) and plan.some_full:
+        return step(carry, 0, None)
     if plan.some_full:
         carry = jax.lax.fori_loop(0, full, lambda n, c: step(c, order_j[n], None), carry)
     if plan.some_partial:
