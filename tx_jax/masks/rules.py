@@ -207,7 +207,8 @@ class Explicit(Rule):
         table = self.table()
         xp = jnp if any(isinstance(x, jax.Array) for x in (q_lo, q_hi, k_lo, k_hi)) else np
         # sums[i, j] counts the allowed pairs with q < i and k < j.
-        sums = xp.asarray(np.pad(table.astype(np.int32).cumsum(0).cumsum(1), ((1, 0), (1, 0))))
+        sums = table.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
+        sums = xp.asarray(np.pad(sums, ((1, 0), (1, 0))))
         q0, q1 = (xp.clip(x, 0, table.shape[0]) for x in (q_lo, q_hi + 1))
         k0, k1 = (xp.clip(x, 0, table.shape[1]) for x in (k_lo, k_hi + 1))
         count = sums[q1, k1] - sums[q0, k1] - sums[q1, k0] + sums[q0, k0]
