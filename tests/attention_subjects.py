@@ -13,12 +13,12 @@ def runs_here(name):
     return not capabilities.lacks(Request(dtype=dtype))
 
 
-def _tiled():
+def tiled(queries, keys):
     """Blockwise with tiles so small that every call has many, ragged ones."""
-    function = partial(blockwise.attend, tiles=(2, 3))
+    function = partial(blockwise.attend, tiles=(queries, keys))
     function.CAPABILITIES = blockwise.CAPABILITIES
-    return load(function, "blockwise-2x3")
+    return load(function, f"blockwise-{queries}x{keys}")
 
 
 SUBJECTS = {name: load(name) for name in sorted(implementations()) if runs_here(name)}
-SUBJECTS["blockwise-2x3"] = _tiled()
+SUBJECTS["blockwise-2x3"] = tiled(2, 3)

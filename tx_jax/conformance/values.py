@@ -155,7 +155,7 @@ def random_cases(subject: Subject, cases: int = 4, seed: int = 0) -> str:
 
 def double_precision(subject: Subject) -> str:
     """Float64 inputs are computed in float64."""
-    rows = [c for c in all_pairs(subject.capabilities) if c["dtype"] == "float32"][:40:13]
+    rows = [c for c in all_pairs(subject.capabilities) if c["dtype"] == "float32"][::7]
     with jax.enable_x64():
         for number, choice in enumerate(rows):
             compare_choice(subject, choice, number, dtype=jnp.float64)
