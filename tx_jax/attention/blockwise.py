@@ -306,7 +306,7 @@ def _by_rows(q_BTNH, k_BSKH, v_BSKH, tiles, start, *, mask, bias, scale, **optio
     """The reference on one tile of queries after another, recomputed in the backward pass."""
     B, T, N, _ = q_BTNH.shape
     S = k_BSKH.shape[1]
-    size = tiles[0] if tiles else max(1, _tiles.TILE_ELEMENTS * 4 // max(1, B * N * S))
+    size = tiles[0] if tiles else max(1, _tiles.TILE_ELEMENTS * 2 // max(1, B * N * S))
     size = min(T, size)
     q_padded, mask = pad(q_BTNH, 1, size), _tiles.pad_mask(mask, size, 1)
     scale = pad(scale, 2, size) if jnp.ndim(scale) else scale
