@@ -19,6 +19,8 @@ from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.masks import Mask, parse_mask
 
+pytestmark = pytest.mark.slow
+
 CFG = ModelConfig(layers=2, d_model=16, heads=2)
 
 
@@ -161,7 +163,6 @@ def test_a_page_too_large_is_refused():
         attention_maps.encode("word " * 40, tokenizer, 1024, 800)
 
 
-@pytest.mark.slow
 def test_without_a_run_a_small_model_is_trained(tmp_path, capsys):
     flags = ["--experiment=attention_maps", "--preset=smoke", "--steps=2", "--cpu_devices=8",
              f"--workdir={tmp_path / 'run'}"]

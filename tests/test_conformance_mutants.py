@@ -7,6 +7,8 @@ import pytest
 from tests.attention_mutants import MUTANTS
 from tx_jax.conformance import CHECKS, load, run_check
 
+pytestmark = pytest.mark.slow
+
 BY_NAME = {check.name: check for check in CHECKS}
 # `attend` itself sees to the first two; the third repeats option_pairs; no mutant of ours tells
 # several devices from one.

@@ -16,6 +16,8 @@ from tx_jax.conformance import Failure
 from tx_jax.conformance.options import OPTIONS, all_pairs, make_call, split
 from tx_jax.conformance.values import compare_choice, make_runner, random_cases
 
+pytestmark = pytest.mark.slow
+
 # Blockwise is tried on all combinations with tiny tiles; jax_nn is a thin adapter.
 STEPS = {"blockwise": 9, "jax_nn": 2}
 ROWS = {name: all_pairs(subject.capabilities)[::STEPS.get(name, 1)]

@@ -12,6 +12,8 @@ from tx_jax.errors import UserError
 from tx_jax.flax_attention import attention_fn
 from tx_jax.masks import Causal, Mask, Window, dense_mask
 
+pytestmark = pytest.mark.slow
+
 ANYWHERE = sorted(name for name, can in implementations().items() if not can.platforms)
 
 

@@ -13,6 +13,8 @@ from experiments._masking_report import ARMS
 from tx_jax.masks import Mask, parse_mask
 from tx_jax.study.report import markdown
 
+pytestmark = pytest.mark.slow
+
 TINY = masking.Settings(masks=("causal", "documents"), lengths=(32,), tile=8, window=8,
                         pair_lengths=(8,), heads=2, head_dim=4, rounds=2)
 

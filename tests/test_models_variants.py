@@ -12,6 +12,8 @@ from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.leaks import check_leaks
 
+pytestmark = pytest.mark.slow
+
 SEGMENTS = jnp.array([[1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0], [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]])
 
 

@@ -12,6 +12,8 @@ from tx_jax.errors import UserError
 from tx_jax.masks import Causal, Window
 from tx_jax.positions import make_encoding
 
+pytestmark = pytest.mark.slow
+
 # Every scheme, with the options that change its formula; trained lengths inside the tested ones.
 SCHEMES = {name: name for name in plugins.names("tx_jax.positions")} | {
     "rope_interleaved": "rope(layout='interleaved', fraction=0.5)",

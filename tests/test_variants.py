@@ -14,6 +14,8 @@ from tx_jax.attention.variants import Variant, _rows, make_variant
 from tx_jax.errors import UserError
 from tx_jax.masks import Causal, Mask, Prefix, Window, dense_mask
 
+pytestmark = pytest.mark.slow
+
 SPECS = ("sigmoid", "sigmoid(bias=-0.5)", "sigmoid(length=7)", "hard", "hard(temperature=0.7)",
          "linear", "differential")
 NAMES = ("differential", "hard", "linear", "sigmoid")

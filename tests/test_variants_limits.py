@@ -10,6 +10,8 @@ from tx_jax.attention.variants import differential, linear, make_variant
 from tx_jax.errors import UserError
 from tx_jax.masks import Causal, Mask
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("T, S, q_start", [(5, 5, None), (3, 9, None), (9, 3, None), (4, 9, 2),
                                            (4, 3, 7), (4, 3, -9), (130, 140, None)])
