@@ -8,6 +8,7 @@ import pytest
 
 from tests.attention_loops import slow_attend
 from tx_jax.attention import (
+    Bias,
     attend,
     implementations,
 )
@@ -221,3 +222,53 @@ def test_large_logits_stay_finite(name):
     out, pull = jax.vjp(lambda q: attend(q, q, q, scale=1.0, implementation=name), q)
     np.testing.assert_allclose(out, q, rtol=1e-6)
     assert bool(jnp.isfinite(pull(q)[0]).all())
+
+
+def test_no_sink_in_one_head_and_rows_without_keys(name):
+    """A sink of minus infinity is none; together with an empty row it is no NaN."""
+    if not implementations()[name].sink:
+        return
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 3, 2, 4))
+
+    @jax.jit
+    def both(q, sink):
+        out, pull = jax.vjp(lambda q, s: attend(q, k, v, mask=Causal(), q_start=-1, sink=s,
+                                                implementation=name), q, sink)
+        return out, pull(jnp.ones_like(out))
+
+    out, (dq, d_sink) = both(q, jnp.array([-jnp.inf, 0.5]))
+    assert not out[0, 0].any() and bool(jnp.isfinite(out).all() & jnp.isfinite(dq).all())
+    np.testing.assert_allclose(out[0, 1, 0], v[0, 0, 0], atol=1e-6)
+    assert float(d_sink[0]) == 0 and float(d_sink[1]) != 0
+
+
+def test_nan_in_a_bias_is_not_hidden(name):
+    q = jnp.ones((1, 2, 1, 2))
+    for bias in (jnp.array([jnp.nan, 0.0]), Bias(lambda p, n, q, k: p + (0 * k).astype(p.dtype),
+                                                 jnp.float32(jnp.nan))):
+        assert bool(jnp.isnan(attend(q, q, q, bias=bias, implementation=name)).any())
+
+
+def test_bias_functions_of_few_arguments_and_whole_numbers(name):
+    """One that ignores the head, and one with an integer among its parameters."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 4))
+    near = Bias(lambda p, n, i, j: -p["slope"] * (jnp.abs(i - j) // p["step"]).astype(jnp.float32),
+                {"slope": jnp.float32(0.7), "step": jnp.array(1)})
+
+    def loss(q, slope, bias, implementation):
+        if isinstance(bias, Bias):
+            bias = Bias(bias.function, bias.params | {"slope": slope})
+        return jnp.sum(attend(q, k, v, bias=bias, implementation=implementation) ** 2)
+
+    dense = -0.7 * jnp.abs(jnp.arange(5.0)[:, None] - jnp.arange(5.0)[None])
+    np.testing.assert_allclose(jax.grad(loss)(q, jnp.float32(0.7), near, name),
+                               jax.grad(loss)(q, jnp.float32(0.7), dense, "reference"), atol=1e-5)
+
+
+def test_a_start_given_as_numpy(name):
+    q = jax.random.normal(jax.random.key(0), (2, 2, 1, 4))
+    for start in (np.array([0, 1]), np.int64(1)):
+        np.testing.assert_array_equal(
+            attend(q, q, q, mask=Causal(), q_start=start, implementation=name),
+            attend(q, q, q, mask=Causal(), q_start=jnp.asarray(start, jnp.int32),
+                   implementation=name))

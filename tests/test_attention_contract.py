@@ -8,6 +8,7 @@ import pytest
 
 from tests.attention_loops import slow_keep
 from tx_jax.attention import (
+    Bias,
     Capabilities,
     Dropout,
     attend,
@@ -42,7 +43,8 @@ Q = jnp.ones((2, 3, 4, 8))
     ({"mask": Mask(Causal(), jnp.ones((3, 3), int), jnp.ones((3, 3), int))}, "2 examples"),
     ({"softcap": 0.0}, "softcap 0.0"), ({"softcap": -1}, "softcap"),
     ({"softcap": float("nan")}, "nan"), ({"sink": jnp.ones(3)}, "(3,)"),
-    ({"q_start": 1.5}, "float32"), ({"q_start": jnp.ones(3, int)}, "(3,)"),
+    ({"q_start": 1.5}, "1.5"), ({"q_start": 2**40}, "2^30"), ({"q_start": "1"}, "'1'"),
+    ({"q_start": True}, "True"), ({"q_start": jnp.ones(3, int)}, "(3,)"),
     ({"dropout": 0.1}, "Dropout"), ({"dropout": Dropout(0.1)}, "needs a seed"),
     ({"dropout": Dropout(0.1, jax.random.key(0))}, "uint32"),
     ({"score": "bilinear"}, "bilinear_NHH"), ({"score": "scaled"}, "did you mean 'scaled_dot'"),
@@ -56,6 +58,15 @@ Q = jnp.ones((2, 3, 4, 8))
     ({"implementation": "no_such_module:fn"}, "cannot be imported"),
     ({"implementation": "math:nothing"}, "cannot be imported"),
     ({"implementation": "math:sqrt"}, "does not take"),
+    ({"softcap": jnp.ones(3)}, "(3,)"), ({"softcap": True}, "True"), ({"sink": [0.0] * 4}, "list"),
+    ({"dropout": Dropout(0.5, 5)}, "int"), ({"head_width": -1}, "-1"),
+    ({"score": "cosine", "score_params": {"gain_N": jnp.ones(1)}}, "must be (4,)"),
+    ({"bias": Bias(lambda p, n, q, k: 0.5)}, "gave float"),
+    ({"bias": Bias(lambda p, n, q, k: (q + k)[0].astype(jnp.float32))}, "gave float32 (1, 3, 3)"),
+    ({"bias": Bias(lambda q, k: q)}, "(params, head, q_pos, k_pos)"),
+    ({"bias": Bias(lambda p, n, q, k: n, q_pos_BT=[[0, 1, 2]])}, "is a list"),
+    ({"mask": Mask(Causal(), k_lengths_B=[3, 4])}, "is a list"),
+    ({"k": Q[..., :0], "q": Q[..., :0]}, "width 0"),
     ({"implementation": lambda q, k, v: v}, "mask, bias")])
 def test_wrong_arguments_are_one_sentence(change, says):
     arrays = [change.get(n, Q) for n in "qkv"]

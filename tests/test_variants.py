@@ -9,8 +9,8 @@ import pytest
 
 from tests.attention_loops import PAIRS, make_call, slow_keep
 from tx_jax import plugins
-from tx_jax.attention import Bias, Dropout, attend, make_score
-from tx_jax.attention.variants import Variant, _rows, make_variant
+from tx_jax.attention import Bias, Dropout, _rows, attend, make_score
+from tx_jax.attention.variants import Variant, make_variant
 from tx_jax.errors import UserError
 from tx_jax.masks import Causal, Mask, Prefix, Window, dense_mask
 

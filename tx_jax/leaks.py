@@ -46,10 +46,13 @@ def check_leaks(model: models.DecoderLM, params: Any, batch: dict[str, jax.Array
     limit = TOLERANCE[model.cfg.dtype] * max(1.0, float(np.nanmax(np.abs(before), initial=0.0)))
     tried = _changes(shape, segments_BT)
     for what, changed_BT, still_BT in tried:
-        moved_BT = np.max(np.abs(logits(changed_BT) - before), axis=-1) * still_BT
-        # NaN is what a token outside a table gives, with or without a leak.
-        b, t = np.unravel_index(np.argmax(np.nan_to_num(moved_BT)), shape)
-        if np.nan_to_num(moved_BT)[b, t] > limit:
+        after = logits(changed_BT)
+        # Logits that are NaN before and after, as those of a token outside a table, did not move.
+        moved = np.where(np.isnan(after) & np.isnan(before), 0, np.abs(after - before))
+        moved_BT = np.max(np.nan_to_num(moved, nan=np.inf), axis=-1, where=still_BT[..., None],
+                          initial=0)
+        b, t = np.unravel_index(np.argmax(moved_BT), shape)
+        if moved_BT[b, t] > limit:
             raise LeakError(
                 f"token {t} of row {b} sees {what}: changing it moves the token's logits by "
                 f"{moved_BT[b, t]:.2g}; --model.attention={model.cfg.attention} with "

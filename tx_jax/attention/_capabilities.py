@@ -22,6 +22,7 @@ FEATURES = {
     "row_scale": "a scale per row (log_n)",
     "shifted": "a q_start other than S - T",
     "traced_start": "a traced q_start",
+    "projected_score": "a score that transforms queries and keys",
     "other_score": "a score that is not a dot product",
     "float64": "float64",
 }
@@ -48,6 +49,7 @@ class _Features:
     row_scale: bool = False
     shifted: bool = False
     traced_start: bool = False
+    projected_score: bool = False
     other_score: bool = False
     float64: bool = False
 

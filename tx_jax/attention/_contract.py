@@ -75,9 +75,10 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *,
     mask = None if mask is None else as_mask(mask)
     _check.check_qkv(q_BTNH, k_BSKH, v_BSKH)
     (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    q_start, softcap = _check.check_start(q_start, B), _check.check_softcap(softcap)
     bias = _check.check_bias(bias, (B, N, T, S))
-    _check.check_options(mask=mask, score=score, score_params=score_params, softcap=softcap,
-                         dropout=dropout, sink=sink, q_start=q_start, shape_BNTS=(B, N, T, S))
+    _check.check_options(mask=mask, score=score, score_params=score_params, dropout=dropout,
+                         sink=sink, head_width=head_width, sizes=(B, N, T, S, H))
     request = request_of(q_BTNH, k_BSKH, v_BSKH, mask=mask, bias=bias, score=score, scale=scale,
                          softcap=softcap, dropout=dropout, sink=sink, q_start=q_start)
     _, function = resolve(implementation, request)
@@ -115,7 +116,9 @@ def request_of(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, *, mask: Any = None, bias:
         shifted=traced_start or q_start not in (None, k_BSKH.shape[1] - q_BTNH.shape[1]),
         traced_start=traced_start, score=score.name,
         logits=math.prod(q_BTNH.shape[:3]) * k_BSKH.shape[1],
-        other_score=not isinstance(score, DotProduct), float64=q_BTNH.dtype == jnp.float64,
+        other_score=not isinstance(score, DotProduct),
+        projected_score=isinstance(score, DotProduct) and not score.plain,
+        float64=q_BTNH.dtype == jnp.float64,
         dtype=jnp.dtype(q_BTNH.dtype).name, width=max(q_BTNH.shape[3], v_BSKH.shape[3]))
 
 
@@ -198,8 +201,9 @@ def _load(choice: Any) -> tuple[str, Callable[..., jax.Array], Capabilities]:
     try:
         module = importlib.import_module(path)
         function = getattr(module, attribute)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise UserError(f"attention '{choice}' cannot be imported ({error}); write it like "
+    except Exception as error:  # whatever the module does while it is imported
+        reason = str(error).split("\n")[0]
+        raise UserError(f"attention '{choice}' cannot be imported ({reason}); write it like "
                         "my_package.my_module:my_function.") from None
     _check_signature(choice, function)
     default = getattr(module, "CAPABILITIES", Capabilities.everything())

@@ -4,7 +4,6 @@ A counter-based hash decides each weight alone, so every implementation drops th
 it tiles the work, and the backward pass recomputes the decision instead of storing it.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +29,21 @@ class Dropout:
 
     def __post_init__(self) -> None:
         rate = self.rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or math.isnan(rate) or (
-                not 0 <= rate < 1):
+        if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or not (
+                0 <= rate < 1):
             raise UserError(f"dropout rate {rate!r} must be a number in [0, 1).")
+        object.__setattr__(self, "rate", float(rate))
 
     def check(self) -> None:
         """Raise UserError unless the seed can be used."""
         if self.rate and self.seed is None:
             raise UserError(f"dropout rate {self.rate} needs a seed; give Dropout(rate, "
                             "jax.random.bits(key, dtype=jnp.uint32)), or no dropout.")
-        if self.rate and (jnp.shape(self.seed) != () or self.seed.dtype != jnp.uint32):
+        if self.rate and (jnp.shape(self.seed) != ()
+                          or getattr(self.seed, "dtype", None) != jnp.uint32):
             raise UserError(f"the dropout seed has shape {jnp.shape(self.seed)} and dtype "
-                            f"{self.seed.dtype}; give one uint32.")
+                            f"{getattr(self.seed, 'dtype', type(self.seed).__name__)}; give one "
+                            "uint32, as jnp.uint32(7).")
 
 
 def keep(rate: float, seed: Any, b: Any, n: Any, q_idx: Any, k_idx: Any) -> Any:

@@ -26,6 +26,7 @@ def attention_weights(q_BTNH: jax.Array, k_BSKH: jax.Array, *, mask: Mask | Rule
     Arguments as in `attend`. Both are float32 or wider; a row without keys has weights 0 and
     log-sum-exp minus infinity. With a sink the weights of a row sum to less than 1.
     """
+    _check.check_sink(sink, q_BTNH.shape[2])
     logits = _logits(q_BTNH, k_BSKH, mask=mask, bias=bias, score=score, scale=scale,
                      softcap=softcap, q_start=q_start, score_params=score_params,
                      head_width=head_width)
@@ -70,6 +71,7 @@ def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array, **options: Any
     """
     q, k = jax.lax.stop_gradient((q_BTNH, k_BSKH))
     sink = options.pop("sink", None)
+    _check.check_sink(sink, q_BTNH.shape[2])
     logits = jax.lax.stop_gradient(_logits(q, k, **options))
     allowed = logits > -jnp.inf
     count = jnp.maximum(jnp.sum(allowed, dtype=logits.dtype), 1)
@@ -100,9 +102,10 @@ def _logits(q_BTNH, k_BSKH, *, mask=None, bias=None, score="scaled_dot", scale=N
     mask = None if mask is None else as_mask(mask)
     _check.check_qkv(q_BTNH, k_BSKH)
     (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    q_start, softcap = _check.check_start(q_start, B), _check.check_softcap(softcap)
     bias = _check.check_bias(bias, (B, N, T, S))
-    _check.check_options(mask=mask, score=score, score_params=score_params, softcap=softcap,
-                         dropout=None, sink=None, q_start=q_start, shape_BNTS=(B, N, T, S))
+    _check.check_options(mask=mask, score=score, score_params=score_params, dropout=None,
+                         sink=None, head_width=head_width, sizes=(B, N, T, S, H))
     q, k, _ = hide_unseen(mask, q_BTNH, k_BSKH, k_BSKH, q_start)
     return masked_logits(q, k, mask=mask, bias=bias, score=score, score_params=score_params or {},
                          scale=resolve_scale(scale, score, head_width or H, mask, T, S, q_start),

@@ -3,13 +3,13 @@
 The softmax runs online over tiles of keys (Milakov and Gimelshein 2018; Rabe and Staats 2021; Dao
 et al. 2022, algorithm 1), tiles that the mask empties are skipped, and the backward pass computes
 the weights again from the log-sum-exp of each row (Dao et al. 2022, algorithm 4). A bias on whole
-rows (CoPE) runs the reference on one tile of queries after another instead.
+rows (CoPE) runs the formulas of the reference on one tile of queries after another instead.
 
 Inside, queries are [B, K, G, T, H] and keys [B, K, S, H]: the G query heads of a key head share
 their tiles of keys. Lengths are padded to whole tiles.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.attention import _tiles, reference
-from tx_jax.attention._bias import Bias, bias_positions
+from tx_jax.attention._bias import Bias, bias_positions, split_bias
 from tx_jax.attention._capabilities import Capabilities
 from tx_jax.attention._dropout import keep
+from tx_jax.attention._rows import attend_by_rows
 from tx_jax.attention._tiles import add, cut, pad
 from tx_jax.attention.scores import DotProduct, ScoreFunction
 from tx_jax.dtypes import wide
@@ -38,7 +39,7 @@ class _Plan:
     some_partial: bool
     score: ScoreFunction | None  # None: plain dot products of queries that are scaled already
     softcap: float | None
-    bias: Any  # function of a pair bias
+    bias: Any  # a pair bias as a function, see `split_bias`
     rate: float
 
 
@@ -49,9 +50,10 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     start, high = S - T if q_start is None else q_start, wide(q_BTNH.dtype)
     if isinstance(bias, Bias) and bias.kind == "rows":
-        return _by_rows(q_BTNH, k_BSKH, v_BSKH, tiles, start, mask=mask, bias=bias, score=score,
-                        score_params=score_params, scale=scale, softcap=softcap, dropout=dropout,
-                        sink=sink)
+        return attend_by_rows(
+            reference.softmax, q_BTNH, k_BSKH, v_BSKH, mask=mask, bias=bias, score=score,
+            score_params=score_params, scale=scale, softcap=softcap, dropout=dropout, sink=sink,
+            q_start=q_start, size=tiles and tiles[0])
     dot = isinstance(score, DotProduct)
     q_tile, k_tile = tiles or _tiles.tile_sizes(
         B * N, T, S, 1 if dot else H, mask, start)
@@ -59,7 +61,8 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
     visits, some_full, some_partial = _tiles.list_tiles(mask, T, S, start, q_tile, k_tile)
     plan = _Plan(S, q_tile, k_tile, some_full, some_partial, None if dot else score,
                  None if isinstance(softcap, jax.Array) else softcap,
-                 bias.function if isinstance(bias, Bias) else None, dropout.rate if dropout else 0)
+                 split_bias(bias)[0] if isinstance(bias, Bias) else None,
+                 dropout.rate if dropout else 0)
     fixed = {"visits": jax.tree.map(jnp.asarray, visits),
              "start_B": jnp.reshape(jnp.asarray(start, jnp.int32), (-1,)),
              "mask": _tiles.pad_mask(mask, q_tile, k_tile),
@@ -78,7 +81,7 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
     if sink is not None:
         learned["sink"] = sink.astype(high).reshape(1, K, N // K, 1)
     if isinstance(bias, Bias):
-        learned["bias_params"] = bias.params
+        _, learned["bias_params"], fixed["bias_rest"] = split_bias(bias)
         q_pos, k_pos = bias_positions(bias, T, S, start)
         fixed |= {"q_pos": pad(q_pos, 1, q_tile), "k_pos": pad(k_pos, 1, k_tile)}
     elif bias is not None:
@@ -125,8 +128,9 @@ def _forward(plan, learned, fixed, q, k, v):
         m, total, mixed = _visit(plan, fixed, i, step, empty)
         if "sink" in learned:
             peak = jnp.maximum(m, learned["sink"])
-            fade = jnp.exp(m - peak)
-            m, total, mixed = (peak, total * fade + jnp.exp(learned["sink"] - peak),
+            safe = jnp.where(peak == -jnp.inf, 0, peak)
+            fade = jnp.exp(m - safe)
+            m, total, mixed = (peak, total * fade + jnp.exp(learned["sink"] - safe),
                                mixed * fade[..., None])
         full = jnp.where(total == 0, 1, total)
         return mixed / full[..., None], jnp.where(total == 0, -jnp.inf, m + jnp.log(full))
@@ -259,8 +263,9 @@ def _logits(plan, fixed, i, j, learned, q_t, k_t):
         _, K, G, _, _ = q_t.shape
         q_pos = cut(fixed["q_pos"], 1, i, plan.q_tile)
         k_pos = cut(fixed["k_pos"], 1, j, plan.k_tile)
-        bias = plan.bias(learned["bias_params"], jnp.arange(K * G)[None, :, None, None],
-                         q_pos[:, None, :, None], k_pos[:, None, None, :])
+        bias = plan.bias(learned["bias_params"], fixed["bias_rest"],
+                         jnp.arange(K * G)[None, :, None, None], q_pos[:, None, :, None],
+                         k_pos[:, None, None, :])
         logits = logits + bias.reshape(bias.shape[0], K, G, *bias.shape[2:]).astype(logits.dtype)
     return logits
 
@@ -300,25 +305,3 @@ def _join(tiles):
     """[tiles, B, K, G, t, ...] -> [B, K, G, tiles * t, ...]."""
     moved = jnp.moveaxis(tiles, 0, 3)
     return moved.reshape(*moved.shape[:3], -1, *moved.shape[5:])
-
-
-def _by_rows(q_BTNH, k_BSKH, v_BSKH, tiles, start, *, mask, bias, scale, **options):
-    """The reference on one tile of queries after another, recomputed in the backward pass."""
-    B, T, N, _ = q_BTNH.shape
-    S = k_BSKH.shape[1]
-    size = tiles[0] if tiles else max(1, _tiles.TILE_ELEMENTS * 2 // max(1, B * N * S))
-    size = min(T, size)
-    q_padded, mask = pad(q_BTNH, 1, size), _tiles.pad_mask(mask, size, 1)
-    scale = pad(scale, 2, size) if jnp.ndim(scale) else scale
-    q_pos = pad(bias.q_pos_BT, 1, size)
-
-    @jax.checkpoint
-    def rows(i):
-        return reference.attend(
-            cut(q_padded, 1, i, size), k_BSKH, v_BSKH, mask=_tiles.cut_queries(mask, i, size),
-            bias=replace(bias, q_pos_BT=cut(q_pos, 1, i, size)), q_start=start + i * size,
-            scale=cut(scale, 2, i, size) if jnp.ndim(scale) else scale, **options)
-
-    _, out = jax.lax.scan(lambda _, i: (None, rows(i)), None,
-                          jnp.arange(q_padded.shape[1] // size, dtype=jnp.int32))
-    return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, v_BSKH.shape[3])[:, :T]

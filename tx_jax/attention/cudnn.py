@@ -19,9 +19,9 @@ MAX_WIDTH = 128
 
 CAPABILITIES = Capabilities.everything(
     bias=False, pair_bias=False, row_bias=False, softcap=False, sink=False, dropout=False,
-    traced_scale=False, row_scale=False, other_score=False, float64=False, jvp=False,
-    dtypes=frozenset({"bfloat16", "float16"}), platforms=frozenset({"cuda"}), max_width=MAX_WIDTH,
-    memory="T + S (causal, windows), else B T S")
+    traced_scale=False, row_scale=False, other_score=False, projected_score=False, float64=False,
+    jvp=False, dtypes=frozenset({"bfloat16", "float16"}), platforms=frozenset({"cuda"}),
+    max_width=MAX_WIDTH, memory="T + S (causal, windows), else B T S")
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, softcap, dropout,

@@ -29,7 +29,7 @@ def attend(q_BTNH, k_BSKH, v_BSKH, *, mask, bias, score, score_params, scale, so
     if isinstance(bias, Bias):
         bias = dense_bias(bias, q.shape[2], T, S, q_start)
     if bias is not None:
-        finite = bias > -jnp.inf
+        finite = bias != -jnp.inf
         bias = jnp.where(finite, bias, 0).astype(jnp.float32)
         allowed = finite if allowed is None else finite & allowed
         bias = bias if allowed is None else jnp.where(allowed, bias, 0)

@@ -83,7 +83,7 @@ def sharding(subject: Subject) -> str:
     heads = count // data
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:data * heads]).reshape(data, heads),
                              ("data", "heads"))
-    arrays = subject.qkv(2, data, 5, 5, N=2 * heads, K=heads)
+    arrays = subject.qkv(2, data, 5, 5, N=2 * heads, K=heads if subject.can("gqa") else 2 * heads)
     options = {"mask": Causal()} if subject.can("causal") else {}
 
     def call(*a):

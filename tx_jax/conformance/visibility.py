@@ -52,6 +52,10 @@ def end_alignment(subject: Subject) -> None:
     out = call(q, k[:, :2], v[:, :2])
     same(out[:, :3], 0 * out[:, :3], "rows before the first key (T = 5, S = 2)")
     close(out[:, 3], v[:, 0], "the row on the first key (T = 5, S = 2)")
+    if subject.can("shifted"):
+        before = jax.jit(lambda *a: subject(*a, mask=Causal(), q_start=-2))(q, k, v)
+        same(before[:, :2], 0 * before[:, :2], "rows before the first key (q_start = -2)")
+        close(before[:, 2:], square[:, :3], "rows from the first key on (q_start = -2)")
 
 
 def documents(subject: Subject) -> None:
@@ -63,6 +67,11 @@ def documents(subject: Subject) -> None:
     packed = pack(q, k, v)
     alone = jax.jit(lambda *a: subject(*a, mask=rule))(*(x[:, 3:6] for x in (q, k, v)))
     close(packed[0][:, 3:6], alone, "document 2 in the pack")
+    # Any integer is a document's number: these are equal in 8 bits, or below 0.
+    for other in (257, -1, 2**30):
+        ids = jnp.where(seg == 2, other, seg)
+        again = jax.jit(lambda *a, ids=ids: subject(*a, mask=Mask(rule or Full(), ids, ids)))
+        same(again(q, k, v), packed[0], f"the pack with its second document numbered {other}")
     moved = pack(*(x.at[:, :3].add(3) for x in (q, k, v)))
     for name, a, b in zip(("output", "dq", "dk", "dv"), moved, packed, strict=True):
         same(a[:, 3:6], b[:, 3:6], f"{name} of document 2 after a change of document 1")

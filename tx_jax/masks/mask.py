@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from tx_jax.errors import UserError
@@ -35,6 +36,13 @@ class Mask:
     k_segments_BS: jax.Array | None = None
     prefix_B: jax.Array | None = None
     k_lengths_B: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rule, str):
+            object.__setattr__(self, "rule", parse_mask(self.rule))
+        if not isinstance(self.rule, Rule):
+            raise UserError(f"Mask({self.rule!r}) needs a rule, such as Causal() or the text "
+                            "'causal & window(256)'.")
 
     def allowed(self, q_idx: jax.Array, k_idx: jax.Array) -> jax.Array:
         """Bool [1|B, T, S] at absolute indices q_idx [1|B, T, 1] and k_idx [1, 1, S], which segment
@@ -113,6 +121,11 @@ def as_mask(mask: Any) -> Mask:
 
 def check_mask(mask: Mask, T: int, S: int) -> None:
     """Raise UserError unless the segment ids are complete and fit the lengths."""
+    for name in ("q_segments_BT", "k_segments_BS", "prefix_B", "k_lengths_B"):
+        array = getattr(mask, name)
+        if array is not None and not isinstance(array, (jax.Array, np.ndarray)):
+            raise UserError(f"{name} of the mask is a {type(array).__name__}; give an integer "
+                            "array.")
     q_seg, k_seg = mask.q_segments_BT, mask.k_segments_BS
     if (q_seg is None) != (k_seg is None):
         raise UserError("a mask has segment ids for queries or for keys only; give both "

@@ -111,9 +111,10 @@ def checked(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, mask: Ma
     score = make_score(score)
     _check.check_qkv(q_BTNH, k_BSKH, v_BSKH)
     (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    q_start, softcap = _check.check_start(q_start, B), _check.check_softcap(softcap)
     bias = _check.check_bias(bias, (B, N, T, S))
-    _check.check_options(mask=mask, score=score, score_params=score_params, softcap=softcap,
-                         dropout=dropout, sink=sink, q_start=q_start, shape_BNTS=(B, N, T, S))
+    _check.check_options(mask=mask, score=score, score_params=score_params, dropout=dropout,
+                         sink=sink, head_width=head_width, sizes=(B, N, T, S, H))
     scale = resolve_scale(scale, score, head_width or H, mask, T, S, q_start)
     dropout = dropout if dropout is not None and dropout.rate else None
     return {"mask": mask, "bias": bias, "score": score, "score_params": score_params or {},

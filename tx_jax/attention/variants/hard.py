@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tx_jax.attention._rows import attend_by_rows
 from tx_jax.attention.reference import softmax
 from tx_jax.attention.variants import _base
-from tx_jax.attention.variants._rows import attend_by_rows
 from tx_jax.errors import UserError
 
 

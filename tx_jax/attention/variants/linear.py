@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tx_jax.attention._rows import attend_by_rows
 from tx_jax.attention.scores import DotProduct
 from tx_jax.attention.variants import _base
-from tx_jax.attention.variants._rows import attend_by_rows
 from tx_jax.dtypes import wide
 from tx_jax.masks import Causal, Full, Mask
 

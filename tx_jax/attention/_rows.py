@@ -33,7 +33,7 @@ def attend_by_rows(weigh: Callable[[jax.Array, jax.Array | None], jax.Array], q_
     (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
     start = S - T if q_start is None else q_start
     per_pair = 1 if isinstance(score, DotProduct) else H
-    size = size or max(1, min(T, _tiles.TILE_ELEMENTS * 2 // (B * N * S * per_pair)))
+    size = min(T, size or max(1, _tiles.TILE_ELEMENTS * 2 // (B * N * S * per_pair)))
     q_padded, mask = pad(q_BTNH, 1, size), _tiles.pad_mask(mask, size, 1)
     scale = pad(scale, 2, size) if jnp.ndim(scale) else scale
     if isinstance(bias, Bias):
@@ -56,5 +56,6 @@ def attend_by_rows(weigh: Callable[[jax.Array, jax.Array | None], jax.Array], q_
 
     if size >= T:
         return rows(0)
-    _, out = jax.lax.scan(lambda _, i: (None, rows(i)), None, jnp.arange(q_padded.shape[1] // size))
+    _, out = jax.lax.scan(lambda _, i: (None, rows(i)), None,
+                          jnp.arange(q_padded.shape[1] // size, dtype=jnp.int32))
     return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, v_BSKH.shape[3])[:, :T]
