@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("tx_jax", "experiments", "kernels_pallas", "launch")
 
 LAYERS = (
-    {"tx_jax", "tx_jax.errors", "tx_jax.plugins", "tx_jax.config", "tx_jax.construct"},
+    {"tx_jax", "tx_jax.errors", "tx_jax.plugins", "tx_jax.config", "tx_jax.construct",
+     "tx_jax.options"},
     {"tx_jax.flags", "tx_jax.workdir"},
     {"kernels_pallas"},
     {"tx_jax.attention", "tx_jax.data", "tx_jax.dtypes", "tx_jax.layers", "tx_jax.letters",

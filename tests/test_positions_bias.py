@@ -242,7 +242,9 @@ def test_parameters_are_named_by_letters(key, spec):
     ("cope(p_max=2.0)", "whole"), ("cope(divide=1)", "True or False"),
     ("transformer_xl(width=-1)", "least 0"), ("transformer_xl(base=0)", "above 0"),
     ("learned(init_std=-1)", "least 0"), ("learned(length=True)", "whole number"),
-    ("sinusoidal(base=1e999)", "above 0")])
+    ("sinusoidal(base=1e999)", "above 0"), ("cope(p_max=1048577)", "at most 1048576"),
+    ("t5(max_distance=1000000000000)", "at least 1 and of at most 1048576"),
+    ("t5(buckets=1048578, max_distance=1048576)", "at most 1048576")])
 def test_wrong_options_are_one_sentence(spec, says):
     with pytest.raises(UserError) as error:
         make_encoding(spec)

@@ -148,14 +148,59 @@ def test_xpos_centre_cancels(key, dtype):
 
 
 def test_xpos_far_out(key):
-    """At 10^6 logits are those near 0; whatever the positions, they and gradients are finite."""
+    """At 10^6 logits are those near 0; future keys and gradients are finite."""
     q, k = jax.random.normal(key, (2, 1, 20, 2, 8))
     pos = 300 * jnp.arange(20, dtype=jnp.int32)[None]
     near = causal(xpos_logits("xpos", q, k, pos))
     np.testing.assert_allclose(causal(xpos_logits("xpos", q, k, pos + 1_000_000)), near, atol=5e-5)
-    full = causal(xpos_logits("xpos", q, k, 3300 * jnp.arange(20, dtype=jnp.int32)[None]))
-    assert abs(full[0, 19, 0]) < 1e-3 < abs(np.diagonal(full[0])).min()
-    for text in ("xpos", "xpos(centred=False)", "xpos(scale_base=1)"):
-        loss = lambda q, k, text=text: xpos_logits(text, q, k, 100_000 * pos).sum()  # noqa: E731
+    for text in ("xpos", "xpos(centred=False)", "xpos(scale_base=128)"):
+        loss = lambda q, k, text=text: xpos_logits(text, q, k, pos).sum()  # noqa: E731
         value, grads = jax.value_and_grad(loss, (0, 1))(q, k)
         assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("centred, limit", [(True, 62), (False, 32)])
+def test_xpos_beyond_its_range(key, centred, limit):
+    """Up to the limit it is right; beyond, a sentence where the length or positions are known."""
+    text = f"xpos(scale_base=1, centred={centred})"
+    encoding = make_encoding(text)
+    q, k = jax.random.normal(key, (2, 1, 70, 1, 8))
+    pos = jnp.arange(70, dtype=jnp.int32)[None]
+    inside = slice(0, limit)
+    got = causal(xpos_logits(text, q[:, inside], k[:, inside], pos[:, inside])[0])
+    zeta = (2 * np.arange(4) / 8 + 0.4) / 1.4
+    rope = make_encoding("rope")
+    tq, tk = (np.float64(rope.rotate({}, x, pos))[0, inside, 0].reshape(-1, 2, 4) for x in (q, k))
+    distance = np.maximum(np.subtract.outer(range(limit), range(limit)), 0)
+    exact = np.einsum("tcf,scf,tsf->ts", tq, tk, zeta ** distance[..., None])
+    np.testing.assert_allclose(got, causal(exact), atol=3e-5)
+
+    longer = slice(0, limit + 1)
+    with pytest.raises(UserError, match=f"{limit + 1} tokens .* exact for {limit} positions"):
+        xpos_logits(text, q[:, longer], k[:, longer], pos[:, longer])
+    with pytest.raises(UserError, match=f"positions 0 to {limit} .* raise scale_base"):
+        encoding.rotate_q({}, q[:, longer], pos[:, longer])
+    spread = jnp.array([[0, 1, limit]], jnp.int32)  # short, so only the program can see it
+    logits = np.asarray(xpos_logits(text, q[:, :3], k[:, :3], spread))[0]
+    wrong = [True, False, False] if centred else [False, False, True]
+    np.testing.assert_array_equal(np.isnan(logits).all(axis=1), wrong)
+    np.testing.assert_array_equal(np.isnan(logits).any(axis=1), wrong)
+
+
+def test_xpos_decodes_far_beyond_its_range(key):
+    """Keys cached unturned: each step is exact, with a cache longer than a full pass may be."""
+    q, k = jax.random.normal(key, (2, 1, 200, 1, 8))
+    pos = jnp.arange(200, dtype=jnp.int32)[None]
+    encoding = make_encoding("xpos(scale_base=1)")
+    step = jax.jit(lambda t, q: jnp.einsum(
+        "BTNH,BSNH->BTS", encoding.rotate_q({}, q, t[None], t + 1),
+        encoding.rotate_k({}, k, pos, t + 1)))
+    turned_q, turned_k = (np.float64(make_encoding("rope").rotate({}, x, pos))[0, :, 0]
+                          .reshape(-1, 2, 4) for x in (q, k))
+    zeta = (2 * np.arange(4) / 8 + 0.4) / 1.4
+    for t in (0, 30, 62, 100, 199):
+        got = np.asarray(step(jnp.array([t], jnp.int32), q[:, t:t + 1]))[0, 0]
+        decay = zeta ** (t - np.arange(t + 1))[:, None]
+        exact = np.einsum("cf,scf,sf->s", turned_q[t], turned_k[:t + 1], decay)
+        np.testing.assert_allclose(got[:t + 1], exact, atol=3e-5)
+        assert np.isfinite(got).all()

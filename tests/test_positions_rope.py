@@ -130,7 +130,7 @@ def test_only_the_distance_counts(name, m, n, shift, layout, fraction):
         return np.sum(turn(encoding, "rotate_q", q, [[m]], length)
                       * turn(encoding, "rotate_k", k, [[n]], length))
 
-    if name == "xpos":  # far behind the current length its factors are cut, see its docstring
+    if name == "xpos":  # a query far behind the current length is refused, see its docstring
         m, n, base = max(m, n), min(m, n), shift - 1000
     else:
         base = 0

@@ -102,10 +102,15 @@ def test_zero_vectors_and_half_precision(form, key):
     np.testing.assert_allclose(low, logits(form, x, x), atol=5e-2)
 
 
-@pytest.mark.parametrize("spec", ["qk_norm(form='l2')", "qk_norm(epsilon=0)"])
-def test_what_cannot_be_meant(spec):
-    with pytest.raises(UserError, match="needs"):
+@pytest.mark.parametrize("spec, says", [
+    ("qk_norm(form='l2')", "needs the form"), ("qk_norm(form=[])", "needs the form"),
+    *((f"{option}={value})", f"{option}={value}) must be a finite number above 0")
+      for option in ("qk_norm(epsilon", "cosine(gain") for value in ("'x'", "None", "[1]", "True",
+                                                                     "0", "-1.0"))])
+def test_what_cannot_be_meant(spec, says):
+    with pytest.raises(UserError) as error:
         make_score(spec)
+    assert says in str(error.value) and "\n" not in str(error.value)
 
 
 # Other scores and scales.

@@ -6,9 +6,9 @@ import numpy as np
 
 from tx_jax.dtypes import wide
 from tx_jax.errors import UserError
+from tx_jax.options import check_choice, check_number, is_number, name_of
 from tx_jax.positions import _base
 from tx_jax.positions._angles import Turns, angles_of, turns
-from tx_jax.positions._options import check_choice, check_number, is_number, scheme
 
 LAYOUTS = ("half", "interleaved")
 
@@ -34,7 +34,7 @@ class Rope(_base.Encoding):
         check_number(self, "base", above=0)
         check_choice(self, "layout", LAYOUTS)
         if not (is_number(self.fraction) and 0 < self.fraction <= 1):
-            raise UserError(f"{scheme(self)}(fraction={self.fraction!r}) must lie in (0, 1].")
+            raise UserError(f"{name_of(self)}(fraction={self.fraction!r}) must lie in (0, 1].")
 
     @property
     def attention_factor(self) -> float:
@@ -67,7 +67,7 @@ class Rope(_base.Encoding):
         """The number of columns that turn, which is even."""
         width = int(head_width * self.fraction + 1e-9)
         if width % 2 or not width:
-            raise UserError(f"{scheme(self)} turns pairs, but head width {head_width} times "
+            raise UserError(f"{name_of(self)} turns pairs, but head width {head_width} times "
                             f"fraction {self.fraction} gives {width} columns; choose an even "
                             "number.")
         return width

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tx_jax.options import check_switch
 from tx_jax.positions import _base
-from tx_jax.positions._options import check_switch
 from tx_jax.positions._pairs import distance, of_head
 
 

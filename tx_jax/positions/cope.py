@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.dtypes import wide
+from tx_jax.options import check_number, check_switch
 from tx_jax.positions import _base
-from tx_jax.positions._options import check_number, check_switch
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Encoding(_base.Encoding):
     divide: bool = True
 
     def __post_init__(self) -> None:
-        check_number(self, "p_max", low=1, whole=True)
+        check_number(self, "p_max", low=1, high=2**20, whole=True)
         check_switch(self, "divide")
 
     def init(self, key: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:

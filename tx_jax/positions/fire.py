@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.dtypes import wide
+from tx_jax.options import check_number, check_switch
 from tx_jax.positions import _base
-from tx_jax.positions._options import check_number, check_switch
 from tx_jax.positions._pairs import distance, of_head
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tx_jax.options import check_choice
 from tx_jax.positions import _base
-from tx_jax.positions._options import check_choice
 from tx_jax.positions._pairs import distance, of_head
 
 

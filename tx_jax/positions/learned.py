@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tx_jax.errors import UserError
+from tx_jax.options import check_number
 from tx_jax.positions import _base
-from tx_jax.positions._options import check_number
 
 
 @dataclass(frozen=True)

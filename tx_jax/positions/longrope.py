@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tx_jax.errors import UserError
+from tx_jax.options import check_number, is_number
 from tx_jax.positions._angles import Turns, frequencies, turns
-from tx_jax.positions._options import check_number, is_number
 from tx_jax.positions._rope import Rope, current_length
 from tx_jax.positions.rope_ntk import stretch
 

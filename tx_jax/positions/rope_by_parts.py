@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tx_jax.errors import UserError
+from tx_jax.options import check_number, name_of
 from tx_jax.positions._angles import frequencies
-from tx_jax.positions._options import check_number, scheme
 from tx_jax.positions._rope import Rope, interpolate, rotations
 
 
@@ -56,5 +56,5 @@ def check_parts(encoding: Rope) -> None:
     check_number(encoding, "alpha", above=0)
     check_number(encoding, "beta", above=0)
     if encoding.beta <= encoding.alpha:
-        raise UserError(f"{scheme(encoding)}(alpha={encoding.alpha}, beta={encoding.beta}) needs "
+        raise UserError(f"{name_of(encoding)}(alpha={encoding.alpha}, beta={encoding.beta}) needs "
                         "alpha below beta.")

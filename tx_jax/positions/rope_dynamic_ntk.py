@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tx_jax.options import check_choice, check_number
 from tx_jax.positions._angles import Turns, frequencies, traced_turns, turns
-from tx_jax.positions._options import check_choice, check_number
 from tx_jax.positions._rope import Rope, current_length
 from tx_jax.positions.rope_ntk import stretch
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tx_jax.options import check_number
 from tx_jax.positions._angles import frequencies
-from tx_jax.positions._options import check_number
 from tx_jax.positions._rope import Rope
 
 

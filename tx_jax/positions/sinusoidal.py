@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax.dtypes import wide
+from tx_jax.options import check_number
 from tx_jax.positions import _base
 from tx_jax.positions._angles import angles, frequencies
-from tx_jax.positions._options import check_number
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from tx_jax.dtypes import wide
 from tx_jax.errors import UserError
+from tx_jax.options import check_number, check_switch
 from tx_jax.positions import _base
-from tx_jax.positions._options import check_number, check_switch
 from tx_jax.positions._pairs import relative
 
 
@@ -36,8 +36,9 @@ class Encoding(_base.Encoding):
 
     def __post_init__(self) -> None:
         check_switch(self, "bidirectional")
-        check_number(self, "buckets", low=4 if self.bidirectional else 2, whole=True)
-        check_number(self, "max_distance", low=1, whole=True)
+        check_number(self, "buckets", low=4 if self.bidirectional else 2, high=2**20,
+                     whole=True)
+        check_number(self, "max_distance", low=1, high=2**20, whole=True)
         if self.buckets % 2:
             raise UserError(f"t5(buckets={self.buckets}) is odd; choose an even number.")
         if self.max_distance <= self.buckets // 2:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tx_jax.errors import UserError
+from tx_jax.options import check_choice
 from tx_jax.positions._angles import frequencies
-from tx_jax.positions._options import check_choice
 from tx_jax.positions._rope import Rope, interpolate, rotations
 from tx_jax.positions.rope_by_parts import check_parts, ramp
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tx_jax.attention.scores._base import DotProduct, Params
 from tx_jax.dtypes import wide
-from tx_jax.errors import UserError
+from tx_jax.options import check_number
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Score(DotProduct):
         "give nearly uniform attention")
 
     def __post_init__(self) -> None:
-        if not np.isfinite(self.gain) or self.gain <= 0:
-            raise UserError(f"cosine(gain={self.gain}) needs a gain above 0, say 10.")
+        check_number(self, "gain", above=0)
 
     def init(self, key: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
         return {"gain_N": jnp.full((sizes["N"],), self.gain, jnp.float32)}

@@ -14,6 +14,7 @@ import numpy as np
 from tx_jax.attention.scores._base import DotProduct, Params
 from tx_jax.dtypes import wide
 from tx_jax.errors import UserError
+from tx_jax.options import check_number
 
 FORMS = ("layer", "rms")
 
@@ -36,8 +37,7 @@ class Score(DotProduct):
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise UserError(f"qk_norm(form={self.form!r}) needs the form 'layer' or 'rms'.")
-        if not np.isfinite(self.epsilon) or self.epsilon <= 0:
-            raise UserError(f"qk_norm(epsilon={self.epsilon!r}) needs a number above 0, say 1e-6.")
+        check_number(self, "epsilon", above=0)
 
     def init(self, key: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
         """Gains of ones: one per head and width for queries, one per width for keys."""
