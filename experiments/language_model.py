@@ -38,7 +38,7 @@ from tx_jax.config import (
 from tx_jax.data import load_text, prepare, train_iterator
 from tx_jax.errors import UserError
 from tx_jax.fit import RunConfig, fit, make_step, state_shardings
-from tx_jax.masks import parse_mask
+from tx_jax.masks import Causal, parse_mask
 from tx_jax.metrics import read_seconds
 from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
@@ -87,11 +87,11 @@ def check_settings(settings: Settings) -> None:
 
     jax.eval_shape(once)  # an attention implementation refuses here what it cannot do
     index = np.arange(settings.data.context)
-    seen = np.broadcast_to(parse_mask(model.mask).allowed(index[:, None], index[None, :]),
-                           (index.size, index.size))
+    rule = parse_mask(model.mask)
+    seen = np.broadcast_to(rule.allowed(index[:, None], index[None, :]), (index.size, index.size))
     if np.triu(seen, 1).any():
-        raise UserError(f"--model.mask={model.mask} lets a token see the one it has to predict; "
-                        f"write it as 'causal & ({model.mask})'.")
+        raise UserError(f"--model.mask={rule} lets a token see the one it has to predict; "
+                        f"write it as '{Causal() & rule}'.")
 
 
 def cells(settings: Settings) -> list[Cell]:

@@ -58,6 +58,8 @@ def test_explain_runs_nothing(capsys, tmp_path, monkeypatch):
     (["--experiment=language_model", "--optim.accumulate=3"], "does not divide"),
     (["--experiment=language_model", "--parts=initial"], "no flag --parts"),
     (["--experiment=language_model", "--model.mask=causal | full"], "has to predict"),
+    (["--experiment=language_model", "--model.mask=full"], "write it as 'causal & full'."),
+    (["--experiment=language_model", "--model.mask=causal | full"], "'causal & (causal | full)'"),
     (["--experiment=language_model", "--model.mask=casual"], "did you mean 'causal'"),
     (["--experiment=language_model", "--data.tokenizer=chr"], "did you mean 'char'"),
     (["--experiment=language_model", "--model.attention=jax_nn", "--model.dropout=0.1"], "cannot"),

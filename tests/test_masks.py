@@ -113,11 +113,33 @@ def test_parse(text, rule):
     ("dilated(0)", ">= 1"), ("global(-1)", ">= 0"), ("globl(1)", "did you mean 'global'"),
     ("global", "global(count)"), ("explicit('12')", "0 and 1"), ("explicit('1 01')", "one length"),
     ("explicit('')", "table"), ("explicit(3)", "table"), ("global + full", "'global + full'"),
-    ("causal + full", "is not a rule"), ("causal.full", "is not a rule")])
+    ("causal + full", "is not a rule"), ("causal.full", "is not a rule"),
+    ("window(width=3, width=4)", "gives width twice"), ("window(3, **{'width': 4})", "width"),
+    ("window(1000000000000)", "window(1000000000000) is too large"),
+    *((f"{name}(2147483648)", "up to 2147483647") for name in ("prefix", "global", "dilated")),
+    (f"window(0x{'f' * 5000})", "2**19999 or more"), (f"window({'9' * 5000})", "cannot be read"),
+    ("window({[]: 1})", "must be numbers"), ("~" * 3000 + "causal", "operators"),
+    (" & ".join(["causal"] * 3000), "more than 100 operators"),
+    (" + ".join(["causal"] * 3000), "mask"), ("(" * 3000 + "causal", "mask"),
+    ("causal\n& full", "'causal & full' cannot be read"), ("(causal &\nfoo)", "named 'foo'"),
+    ("explicit('global')", "explicit('global') is not a table"),
+    ("explicit(global)", "'explicit(global)'"), ("global + explicit('global_')", "('global_')'"),
+    ("global_(2)", "did you mean 'global'"), ("ｃausal", "plain (ASCII)"),
+    ("segments", "Mask(rule, q_segments_BT"), ("causal & padding(3)", "come with the data"),
+    ("lengths(x)", "come with the data")])
 def test_wrong_text_is_one_sentence(text, says):
     with pytest.raises(UserError) as error:
         parse_mask(text)
     assert says in str(error.value) and "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_largest_masks():
+    """The last count that is taken works, and so does the deepest rule."""
+    assert np.asarray(dense_mask(parse_mask("window(2147483647)"), 4, 4)).sum() == 10
+    deepest = parse_mask(" & ".join(["causal"] * 100))
+    assert parse_mask(str(deepest)) == deepest
+    assert np.asarray(dense_mask(deepest, 4, 4)).sum() == 10
 
 
 def test_rule_does_not_combine_with_arrays():

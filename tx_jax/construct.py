@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from tx_jax import plugins
-from tx_jax.errors import UserError, nearest
+from tx_jax.errors import UserError, nearest, one_line
 
 
 def construct(package: str, spec: str, class_name: str, what: str) -> Any:
@@ -21,6 +21,6 @@ def construct(package: str, spec: str, class_name: str, what: str) -> Any:
         hint = nearest(unknown[0], fields) if fields else "; it has no options."
         raise UserError(f"the {what} '{name}' has no option '{unknown[0]}'{hint}")
     if len(args) > len(fields) or set(fields[:len(args)]) & set(kwargs):
-        raise UserError(f"'{spec}' gives the {what} '{name}' a value too many; its options are: "
-                        f"{', '.join(fields) or 'none'}.")
+        known = f"its options are: {', '.join(fields)}." if fields else "it has no options."
+        raise UserError(f"'{one_line(spec)}' gives the {what} '{name}' a value too many; {known}")
     return cls(*args, **kwargs)

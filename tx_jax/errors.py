@@ -11,6 +11,12 @@ class UserError(ValueError):
     """
 
 
+def one_line(text: str) -> str:
+    """The text as an error shows it: on one line, and no longer than a line."""
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """Return ", did you mean 'x'?" for the closest option, or the list of options."""
     options = sorted(options)

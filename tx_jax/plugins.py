@@ -6,7 +6,7 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
-from tx_jax.errors import UserError, nearest
+from tx_jax.errors import UserError, nearest, one_line
 
 
 def names(package: str) -> list[str]:
@@ -32,10 +32,10 @@ def parse_call(spec: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
             kwargs = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg}
             if len(kwargs) == len(node.keywords):
                 return node.func.id, args, kwargs
-    except (SyntaxError, ValueError):
-        pass
-    raise UserError(f"'{spec}' is not of the form name or name(key=value); write it like "
-                    "rope(base=10000).")
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass  # a key that is a list is a TypeError, deep nesting one of the last two
+    raise UserError(f"'{one_line(spec)}' is not of the form name or name(key=value); write each "
+                    "option once, with a number, a word in quotes, True or False as its value.")
 
 
 def load(package: str, name: str, what: str) -> ModuleType:

@@ -15,6 +15,9 @@ from jax.typing import ArrayLike
 
 from tx_jax.errors import UserError
 
+# Indices of tokens are 32-bit integers.
+LARGEST = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -297,3 +300,7 @@ def _rule(other: Any) -> Rule:
 def _check_count(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise UserError(f"{name}({value!r}) is not a mask; give a whole number of keys >= {low}.")
+    if value > LARGEST:
+        shown = value if value < 10**20 else f"2**{value.bit_length() - 1} or more"
+        raise UserError(f"{name}({shown}) is too large for a mask, which counts keys in 32 bits; "
+                        f"give a number up to {LARGEST}.")
