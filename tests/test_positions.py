@@ -119,7 +119,8 @@ def test_odd_head_widths_are_refused(spec, width, says):
     ("none(3)", "too many; it has no options."), ("rope(base={[]: 1})", "name(key=value)"),
     ("rope(\nbase=)", "'rope( base=)'"), ("rope(base=1, base=2)", "each option once"),
     (f"rope(base={'-' * 3000}1)", "name(key=value)"),
-    ("none(a=1)", "no options"), ("sinusoidal(base=-1)", "above 0"), ("rope(", "not of the form"), ("learned(length=-1)", "length")])
+    ("none(a=1)", "no options"), ("sinusoidal(base=-1)", "above 0"),
+    ("rope(", "not of the form"), ("learned(length=-1)", "length")])
 def test_wrong_specs_are_one_sentence(spec, says):
     with pytest.raises(UserError) as error:
         make_encoding(spec)
