@@ -2,9 +2,11 @@
 
 An experiment is a file of `experiments/` that defines `STUDY`; `--list` shows them, `--help` shows
 the flags of one, `--explain` what a command would do, `--table` rebuilds a table without running.
-`--check_attention=my_package.my_module:my_function` checks an implementation of attention instead.
+`--check_attention=my_package.my_module:my_function` checks an implementation of attention instead,
+and `--generate --run=DIR --prompt="..."` continues a text with a model of `language_model`.
 """
 
+import dataclasses
 import importlib
 import os
 import shlex
@@ -42,6 +44,10 @@ LAUNCH = {leaf.name: leaf for leaf in (
 CHECK = {leaf.name: leaf for leaf in (
     flags.Leaf("check_attention", str, "", {"help": "name or module:function of an attention"}),
     flags.Leaf("cases", int, 0, {"help": "random cases to try; 0 = a few"}),
+)}
+
+GENERATE = {leaf.name: leaf for leaf in (
+    flags.Leaf("generate", bool, False, {"help": "continue a text with a trained model"}),
 )}
 
 
@@ -186,6 +192,22 @@ def check(argv: list[str], console: Console) -> int:
     return 0 if check_attention(given["check_attention"], console, given.get("cases", 0)) else 1
 
 
+def generate(argv: list[str], console: Console) -> int:
+    """Print a prompt and what a trained model makes of it."""
+    module = importlib.import_module("experiments._generate")
+    flags_of = {f.name: f"sampling.{f.name}" for f in dataclasses.fields(module.Sampling)}
+    base = module.Settings()
+    # The flags of sampling stand without their prefix.
+    plain = {name: dataclasses.replace(flags.leaves(base)[dotted], name=name)
+             for name, dotted in flags_of.items()}
+    own = {n: leaf for n, leaf in flags.leaves(base).items() if "." not in n}
+    given = flags.parse(argv, _NoSettings(), GENERATE | own | plain)
+    given.pop("generate")
+    settings = flags.replace(base, {flags_of.get(n, n): value for n, value in given.items()})
+    module.continue_text(settings, console)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 0, or 1 after failed cells, or 2 after a mistake."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -212,6 +234,8 @@ def run(argv: list[str], console: Console) -> int:
         return 0
     if any(word.lstrip("-").split("=")[0] == "check_attention" for word in argv):
         return check(argv, console)
+    if any(word.lstrip("-").split("=")[0] == "generate" for word in argv):
+        return generate(argv, console)
     if argv == ["--help"]:
         console.print((__doc__ or "").strip())
         show_list(console)

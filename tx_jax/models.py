@@ -129,19 +129,19 @@ class Attention(nn.Module):
             aux = attention_statistics(q_BTNH, k_BTKH, **options)
         return ein("BTNH,NHD->BTD", mixed_BTNH, w["o_NHD"]), aux
 
-    def _variant(self, shape_BTKH):
+    def _variant(self, shape_BSKH):
         """The variant of `cfg.variant` with its parameters, as a function like `attend`."""
         variant = make_variant(self.cfg.variant)
         params = _tree_param(self, "variant", lambda k: variant.init(k, self.size))
-        B, T, K, H = shape_BTKH
+        B, S, K, H = shape_BSKH
         if not variant.paired_heads:
             return functools.partial(variant.attend, params=params)
 
-        def paired(q_BTNH, k_BTKH, v_BTKH, **options):
+        def paired(q_BTNH, k_BSKH, v_BSKH, **options):
             """Two heads of queries and keys share one of values, twice as wide."""
-            v_BTKW = v_BTKH.reshape(B, T, -1, 2 * H) if K % 2 == 0 else v_BTKH
-            out_BTNW = variant.attend(q_BTNH, k_BTKH, v_BTKW, params=params, **options)
-            return out_BTNW.reshape(B, T, -1, H)
+            v_BSKW = v_BSKH.reshape(B, S, -1, 2 * H) if K % 2 == 0 else v_BSKH
+            out_BTNW = variant.attend(q_BTNH, k_BSKH, v_BSKW, params=params, **options)
+            return out_BTNW.reshape(*q_BTNH.shape[:2], -1, H)
 
         return paired
 
