@@ -10,7 +10,7 @@ import pytest
 import launch
 from tests.helpers import make_params
 from tests.test_positions_attention import LENGTH_DEPENDENT, SCHEMES
-from tx_jax import decode, models
+from tx_jax import decode, models, plugins
 from tx_jax.config import ModelConfig
 from tx_jax.decode import Sampling, decode_step, generate, init_cache, prefill, sample
 from tx_jax.errors import UserError
@@ -58,8 +58,9 @@ def compare(rows=2, **options):
 MASKS = ("causal", "causal & window(4)", "causal | prefix(3)")
 PAIRS = [(scheme, mask, implementation) for scheme in sorted(set(SCHEMES) - LENGTH_DEPENDENT)
          for mask in MASKS for implementation in ("reference", "blockwise")]
-# Compiling takes a second or two each: of every scheme one pair, chosen so that all pairs occur.
-QUICK = [PAIRS[6 * i + i % 6] for i in range(len(PAIRS) // 6)]
+# Compiling takes a second or two each: of every scheme one, so that masks and implementations vary.
+QUICK = [PAIRS[6 * i + i % 6] for i in range(len(PAIRS) // 6)
+         if PAIRS[6 * i][0] in {*plugins.names("tx_jax.positions"), "fire"}]
 
 
 @pytest.mark.parametrize(("scheme", "mask", "implementation"), [
@@ -70,8 +71,8 @@ def test_cached_logits_equal_the_full_pass(scheme, mask, implementation):
 
 
 @pytest.mark.parametrize("options", [
-    {"rows": 1, "norm": "layer", "norm_position": "post", "embeddings": "untied", "scan": False},
-    {"score": "qk_norm", "scale": "log_n(3)", "softcap": 5.0},
+    {"rows": 1, "norm": "layer", "norm_position": "post", "embeddings": "untied", "scan": False,
+     "score": "qk_norm", "scale": "log_n(3)", "softcap": 5.0},
     {"variant": "differential", "remat": "block"},
     *(pytest.param(options, marks=pytest.mark.slow) for options in (
         {"variant": "sigmoid", "score": "additive"}, {"variant": "linear"}, {"score": "bilinear"},
@@ -84,9 +85,9 @@ def test_length_dependent_schemes_equal_a_pass_of_that_length_last():
     """One layer, as deeper states were computed when the text was shorter; `rope_dynamic_ntk`."""
     model, params = make(positions=SCHEMES["rope_dynamic_ntk"], layers=1)
     steps, _ = jax.jit(lambda t: cached(model, params, t))(tokens(2))
-    for t in (START - 1, T - 1):
-        full, _ = jax.jit(lambda t: models.apply(model, params, t))(tokens(2)[:, :t + 1])
-        np.testing.assert_allclose(steps[:, t], full[:, -1], atol=2e-5)
+    full, _ = jax.jit(lambda t: models.apply(model, params, t))(tokens(2))
+    np.testing.assert_allclose(steps[:, -1], full[:, -1], atol=2e-5)
+    assert np.abs(steps - full)[:, START:-1].max() > 1e-3, "the documented difference"
 
 
 def greedy_by_full_passes(apply, prompt, n):
@@ -98,8 +99,8 @@ def greedy_by_full_passes(apply, prompt, n):
     return ids[len(prompt):]
 
 
-@pytest.mark.parametrize("positions", ["rope", "learned", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("sinusoidal", "alibi", "t5"))])
+@pytest.mark.parametrize("positions", ["learned", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("rope", "sinusoidal", "alibi", "t5"))])
 def test_ragged_prompts_give_what_each_gives_alone(positions):
     """K4, and greedy is the argmax of full passes; one compilation for all tokens and calls."""
     model, params = make(SIZE + 4, positions=positions)
@@ -194,16 +195,15 @@ LOGITS = jnp.array([[0.0, 2.0, 1.0, 2.0], [5.0, 1.0, 0.0, -1.0]])
 
 
 def draws(sampling, n=200):
-    keys = jax.vmap(lambda k: jax.random.split(k, 2))(jax.random.split(jax.random.key(0), n))
-    found = jax.jit(jax.vmap(lambda keys_B: sample(LOGITS, sampling, keys_B)))(keys)
-    return [set(np.asarray(found)[:, row].tolist()) for row in (0, 1)]
+    found = sample(jnp.tile(LOGITS, (n, 1)), sampling, jax.random.split(jax.random.key(0), 2 * n))
+    return [set(found[row::2].tolist()) for row in (0, 1)]
 
 
 def test_sampling_edges():
     """K6: greedy needs no key; a tiny temperature is finite; filters keep what they say."""
     assert sample(LOGITS, GREEDY, None).tolist() == [1, 0]
     for tiny in (1e-8, 1e-45, 1e-300):
-        assert draws(Sampling(tiny), 20) == [{1, 3}, {0}]
+        assert draws(Sampling(tiny)) == [{1, 3}, {0}]
     assert draws(Sampling(3.0)) == draws(Sampling(3.0, top_k=4)) == draws(
         Sampling(3.0, top_k=5)) == [{0, 1, 2, 3}] * 2
     assert draws(Sampling(3.0, top_k=1)) == [{1}, {0}], "of equals the lowest id"
