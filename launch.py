@@ -6,7 +6,6 @@ the flags of one, `--explain` what a command would do, `--table` rebuilds a tabl
 and `--generate --run=DIR --prompt="..."` continues a text with a model of `language_model`.
 """
 
-import dataclasses
 import importlib
 import os
 import shlex
@@ -155,8 +154,15 @@ def show_list(console: Console) -> None:
 def show_flags(console: Console, study: Any) -> None:
     """Print the flags of an experiment with their defaults in the small preset."""
     settings = flags.replace(study.settings(), dict(study.presets["small"]))
+    module = importlib.import_module(f"experiments.{study.name}")
+    console.print(escape((module.__doc__ or "").strip()))
+    console.print(flag_table([*LAUNCH.values(), *flags.leaves(settings).values()]))
+
+
+def flag_table(leaves: Sequence[flags.Leaf]) -> Table:
+    """Flags with their defaults and meanings."""
     table = Table("flag", "default", "meaning", box=None)
-    for leaf in (*LAUNCH.values(), *flags.leaves(settings).values()):
+    for leaf in leaves:
         default = leaf.default
         if isinstance(default, tuple):
             default = ",".join(map(str, default))
@@ -164,9 +170,7 @@ def show_flags(console: Console, study: Any) -> None:
         if leaf.meta.get("choices"):
             help_ += f" ({', '.join(map(str, leaf.meta['choices']))})"
         table.add_row(f"--{leaf.name}", escape(str(default)), escape(help_))
-    module = importlib.import_module(f"experiments.{study.name}")
-    console.print(escape((module.__doc__ or "").strip()))
-    console.print(table)
+    return table
 
 
 def explain(console: Console, study: Any, settings: Any, command: Sequence[str]) -> None:
@@ -195,15 +199,24 @@ def check(argv: list[str], console: Console) -> int:
 def generate(argv: list[str], console: Console) -> int:
     """Print a prompt and what a trained model makes of it."""
     module = importlib.import_module("experiments._generate")
-    flags_of = {f.name: f"sampling.{f.name}" for f in dataclasses.fields(module.Sampling)}
     base = module.Settings()
     # The flags of sampling stand without their prefix.
-    plain = {name: dataclasses.replace(flags.leaves(base)[dotted], name=name)
-             for name, dotted in flags_of.items()}
+    sampling = flags.leaves(base.sampling)
     own = {n: leaf for n, leaf in flags.leaves(base).items() if "." not in n}
-    given = flags.parse(argv, _NoSettings(), GENERATE | own | plain)
-    given.pop("generate")
-    settings = flags.replace(base, {flags_of.get(n, n): value for n, value in given.items()})
+    known = GENERATE | own | sampling
+    if "--help" in argv:
+        console.print(escape((module.__doc__ or "").strip()))
+        console.print(flag_table(list(known.values())))
+        return 0
+    given = flags.parse(argv, _NoSettings(), known)
+    if not given.pop("generate"):
+        raise UserError("--generate=false asks for nothing; write --generate, or drop the flag.")
+    settings = flags.replace(base, {f"sampling.{name}" if name in sampling else name: value
+                                    for name, value in given.items()})
+    flags.check_effective(settings.sampling, given, {})
+    if "seed" in given and settings.sampling.temperature == 0:
+        raise UserError("--seed has no effect with --temperature=0, since nothing is drawn; drop "
+                        "one of them.")
     module.continue_text(settings, console)
     return 0
 

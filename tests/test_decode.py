@@ -232,10 +232,13 @@ def test_generate_from_a_run(trained, capsys):
     out = capsys.readouterr().out
     assert out.startswith("the owl") and "note: the model was trained on 32 tokens" in out
     assert launch.main(flags) == 0 and capsys.readouterr().out == out, "the same seed"
+    assert launch.main(["--generate", "--help"]) == 0 and "--min_p" in capsys.readouterr().out
     for changed, words in (("--prompt=Zebra", "--prompt holds 'Z', 'b', 'r'"),
                            ("--prompt=", "--prompt is empty"), ("--run=/nowhere", "no checkpoint"),
                            ("--temperature=-1", "--temperature=-1.0 is too small"),
-                           ("--topk=1", "did you mean 'top_k'"), ("--run=", "add --run=DIR")):
+                           ("--topk=1", "did you mean 'top_k'"), ("--run=", "add --run=DIR"),
+                           ("--temperature=0", "--top_k has no effect with --temperature=0"),
+                           ("--generate=false", "--generate=false asks for nothing")):
         kept = [f for f in flags if f.split("=")[0] != changed.split("=")[0]]
         assert launch.main([*kept, changed]) == 2
         err = capsys.readouterr().err

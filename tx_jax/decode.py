@@ -23,6 +23,8 @@ from tx_jax.masks import Rule, parse_mask
 from tx_jax.models import Cache, DecoderLM
 from tx_jax.positions import make_encoding
 
+_DRAWN = ("temperature", lambda t: t > 0, "temperature 0 takes the likeliest token anyway")
+
 # A temperature below is taken as this, so that no quotient is 0 / 0.
 COLDEST = 1e-30
 
@@ -40,11 +42,12 @@ class Sampling:
     """
 
     temperature: float = option(1.0, "divides the logits; 0 = always the likeliest token", low=0.0)
-    top_k: int = option(0, "draw among the k likeliest tokens; 0 = all", low=0)
+    top_k: int = option(0, "draw among the k likeliest tokens; 0 = all", low=0,
+                       when=_DRAWN)
     top_p: float = option(1.0, "draw among the likeliest tokens that sum to this probability; "
-                          "1 = all", low=0.0, high=1.0)
+                          "1 = all", low=0.0, high=1.0, when=_DRAWN)
     min_p: float = option(0.0, "leave out tokens below this share of the largest probability; "
-                          "0 = none", low=0.0, high=1.0)
+                          "0 = none", low=0.0, high=1.0, when=_DRAWN)
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p"):
