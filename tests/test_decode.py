@@ -67,7 +67,7 @@ QUICK = [PAIRS[6 * i + i % 6] for i in range(len(PAIRS) // 6)
     pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in PAIRS])
 def test_cached_logits_equal_the_full_pass(scheme, mask, implementation):
     """K2: at every position of the prompt and of the steps."""
-    compare(positions=SCHEMES[scheme], attention=implementation, mask=mask, mlp="none")
+    compare(positions=SCHEMES[scheme], attention=implementation, mask=mask, mlp="none", norm="none")
 
 
 @pytest.mark.parametrize("options", [
