@@ -2,7 +2,8 @@
 
 An experiment is a file of `experiments/` that defines `STUDY`; `--list` shows them, `--help` shows
 the flags of one, `--explain` what a command would do, `--table` rebuilds a table without running.
-`--check_attention=my_package.my_module:my_function` checks an implementation of attention instead.
+`--check_attention=my_package.my_module:my_function` checks an implementation of attention instead,
+and `--generate --run=DIR --prompt="..."` continues a text with a model of `language_model`.
 """
 
 import importlib
@@ -42,6 +43,10 @@ LAUNCH = {leaf.name: leaf for leaf in (
 CHECK = {leaf.name: leaf for leaf in (
     flags.Leaf("check_attention", str, "", {"help": "name or module:function of an attention"}),
     flags.Leaf("cases", int, 0, {"help": "random cases to try; 0 = a few"}),
+)}
+
+GENERATE = {leaf.name: leaf for leaf in (
+    flags.Leaf("generate", bool, False, {"help": "continue a text with a trained model"}),
 )}
 
 
@@ -149,8 +154,15 @@ def show_list(console: Console) -> None:
 def show_flags(console: Console, study: Any) -> None:
     """Print the flags of an experiment with their defaults in the small preset."""
     settings = flags.replace(study.settings(), dict(study.presets["small"]))
+    module = importlib.import_module(f"experiments.{study.name}")
+    console.print(escape((module.__doc__ or "").strip()))
+    console.print(flag_table([*LAUNCH.values(), *flags.leaves(settings).values()]))
+
+
+def flag_table(leaves: Sequence[flags.Leaf]) -> Table:
+    """Flags with their defaults and meanings."""
     table = Table("flag", "default", "meaning", box=None)
-    for leaf in (*LAUNCH.values(), *flags.leaves(settings).values()):
+    for leaf in leaves:
         default = leaf.default
         if isinstance(default, tuple):
             default = ",".join(map(str, default))
@@ -158,9 +170,7 @@ def show_flags(console: Console, study: Any) -> None:
         if leaf.meta.get("choices"):
             help_ += f" ({', '.join(map(str, leaf.meta['choices']))})"
         table.add_row(f"--{leaf.name}", escape(str(default)), escape(help_))
-    module = importlib.import_module(f"experiments.{study.name}")
-    console.print(escape((module.__doc__ or "").strip()))
-    console.print(table)
+    return table
 
 
 def explain(console: Console, study: Any, settings: Any, command: Sequence[str]) -> None:
@@ -184,6 +194,31 @@ def check(argv: list[str], console: Console) -> int:
         raise UserError(f"--cases={given['cases']} must be 1 or more.")
     jax.config.update("jax_num_cpu_devices", 8)  # to compare sharded with whole
     return 0 if check_attention(given["check_attention"], console, given.get("cases", 0)) else 1
+
+
+def generate(argv: list[str], console: Console) -> int:
+    """Print a prompt and what a trained model makes of it."""
+    module = importlib.import_module("experiments._generate")
+    base = module.Settings()
+    # The flags of sampling stand without their prefix.
+    sampling = flags.leaves(base.sampling)
+    own = {n: leaf for n, leaf in flags.leaves(base).items() if "." not in n}
+    known = GENERATE | own | sampling
+    if "--help" in argv:
+        console.print(escape((module.__doc__ or "").strip()))
+        console.print(flag_table(list(known.values())))
+        return 0
+    given = flags.parse(argv, _NoSettings(), known)
+    if not given.pop("generate"):
+        raise UserError("--generate=false asks for nothing; write --generate, or drop the flag.")
+    settings = flags.replace(base, {f"sampling.{name}" if name in sampling else name: value
+                                    for name, value in given.items()})
+    flags.check_effective(settings.sampling, given, {})
+    if "seed" in given and settings.sampling.temperature == 0:
+        raise UserError("--seed has no effect with --temperature=0, since nothing is drawn; drop "
+                        "one of them.")
+    module.continue_text(settings, console)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,6 +247,8 @@ def run(argv: list[str], console: Console) -> int:
         return 0
     if any(word.lstrip("-").split("=")[0] == "check_attention" for word in argv):
         return check(argv, console)
+    if any(word.lstrip("-").split("=")[0] == "generate" for word in argv):
+        return generate(argv, console)
     if argv == ["--help"]:
         console.print((__doc__ or "").strip())
         show_list(console)

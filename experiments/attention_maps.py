@@ -14,8 +14,6 @@ cross-attention will have: see `trace_attention` and `draw_maps`.
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,18 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments._attention_page import LARGEST_PAGE, draw_maps, render_page, visible
+from experiments._run import Run, find_run, read_tokenizer, restore
 from tx_jax import models
-from tx_jax.checkpoint import Checkpoints
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, check, option
 from tx_jax.data import load_text, prepare, split_tail
 from tx_jax.errors import UserError
-from tx_jax.fit import RunConfig, fit, state_shardings
+from tx_jax.fit import RunConfig, fit
 from tx_jax.study import tables
 from tx_jax.study.cells import Cell, canonical, code_hash, data_hash, fingerprint, short
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
 from tx_jax.study.report import Report
-from tx_jax.tokenizers import Tokenizer, from_json, make_tokenizer
+from tx_jax.tokenizers import Tokenizer, make_tokenizer
 from tx_jax.workdir import write_atomic
 
 # The model that is trained where no run is given.
@@ -58,76 +56,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self, "")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A trained model on disk: its directory and the record of its newest readable checkpoint."""
-
-    root: Path
-    record: dict[str, Any]
-
-    @property
-    def model(self) -> ModelConfig:
-        """Its configuration, under the reference, which needs no special device."""
-        return dataclasses.replace(_config(ModelConfig, self.record["config"]["--model"]),
-                                   attention="reference")
-
-    @property
-    def context(self) -> int:
-        """The longest row it was trained on."""
-        return self.record["config"]["--data"]["context"]
-
-    @property
-    def identity(self) -> str:
-        """Changes when the run is trained further."""
-        return hashlib.sha256(canonical(self.record).encode()).hexdigest()
-
-
-def _config(kind: type, fields: dict[str, Any]) -> Any:
-    try:
-        return kind(**fields)
-    except TypeError:
-        raise UserError("the run was made by another version of this project, whose "
-                        f"{kind.__name__} has other fields; train it again.") from None
-
-
-def find_run(path: str) -> Run:
-    """The run in a directory; of several seeds the one whose checkpoint is newest.
-
-    Raises:
-      UserError: there is no checkpoint.
-    """
-    root = Path(path).expanduser().absolute()
-    found = [*root.glob("checkpoints/step_*/record.json"),
-             *root.glob("cells/*/checkpoints/step_*/record.json")]
-    for record in sorted(found, key=lambda p: (p.stat().st_mtime, str(p)), reverse=True):
-        try:
-            data = json.loads(record.read_text(encoding="utf-8"))
-            if isinstance(data["config"]["--model"], dict):
-                return Run(record.parents[2], data)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # a damaged one
-    raise UserError(f"--run={path} holds no checkpoint of a language model; give the --workdir of "
-                    "a language_model run, or one of its cells/ID.")
-
-
-def read_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer of a run, from the cache of tokenised texts beside it.
-
-    Raises:
-      UserError: the cache is gone.
-    """
-    wanted = run.record["config"]["the text and tokenizer"]
-    for index in (index for folder in (run.root, run.root.parent.parent)
-                  for index in folder.glob("cache/*/index.json")):
-        try:
-            if json.loads(index.read_text(encoding="utf-8"))["facts"]["fingerprint"] == wanted:
-                return from_json(index.with_name("tokenizer.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    raise UserError(f"the cache beside {run.root} no longer holds the tokenizer of that run; start "
-                    "its command once more, which makes it again.")
 
 
 @lru_cache(maxsize=1)
@@ -187,7 +115,7 @@ def run(settings: Settings, members: list[Cell], context: Context
                               f"{settings.steps} steps.", highlight=False)
         found = _train_small(settings, context)
     model = models.build(found.model, tokenizer.vocab_size, found.context)
-    restored = _restore(found, model, context)
+    restored = restore(found, model, context.console.print)
     trace = jax.jit(lambda params, tokens_BT: models.apply(
         model, params, tokens_BT, trace="weights")[1])
     traced = trace(restored.state.params, jnp.asarray(ids)[None])
@@ -217,15 +145,6 @@ def _train_small(settings: Settings, context: Context) -> Run:
     if not result.finished:
         raise KeyboardInterrupt
     return find_run(str(root))
-
-
-def _restore(found: Run, model: models.DecoderLM, context: Context) -> Any:
-    optim = _config(OptimConfig, found.record["config"]["--optim"])
-    shapes, places = state_shardings(model, optim, None)
-    like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-                        shapes, places)
-    return Checkpoints(found.root / "checkpoints").restore(like, found.record["config"],
-                                                           context.console.print)
 
 
 def write_maps(weights_LNTS: np.ndarray, rows: list[str], columns: list[str], folder: Path, *,
@@ -280,4 +199,4 @@ STUDY = Study(
     presets={"smoke": {"steps": 20}, "small": {}, "full": {"steps": 4000}}, cells=cells, run=run,
     report=report, data=data, check=lambda settings: (_opened(settings), None)[1],
     files=tuple(Path(__file__).parent / name for name in
-                ("attention_maps.py", "_attention_page.py")))
+                ("attention_maps.py", "_attention_page.py", "_run.py")))

@@ -101,19 +101,6 @@ def test_a_page_holds_the_weights_and_loads_nothing():
     np.testing.assert_allclose(found, weights, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The working directory of a tiny language model whose text is gone."""
-    folder = tmp_path_factory.mktemp("lm")
-    (folder / "owl.txt").write_text("the owl and the pussy-cat went to sea. " * 60)
-    assert launch.main(["--experiment=language_model", "--preset=smoke", "--model.layers=2",
-                        f"--data.text={folder / 'owl.txt'}", "--train.steps=2", "--cpu_devices=8",
-                        "--train.eval_every=0", "--train.save_every=0",
-                        f"--workdir={folder / 'run'}"]) == 0
-    (folder / "owl.txt").unlink()
-    return folder / "run"
-
-
 def maps(run, *flags):
     return launch.main(["--experiment=attention_maps", f"--run={run}", "--cpu_devices=8", *flags])
 
