@@ -94,6 +94,7 @@ def test_heads_are_grouped_not_tiled(name):
     np.testing.assert_allclose(dv, 2 * 2 / 3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 4, 8, 8), (2, 1, 8, 8), (1, 1, 8, 8), (2, 4, 1, 8),
                                    (4, 8, 8), (8, 8), (1,)])
 def test_bias_gradients_have_the_shape_of_the_bias(name, shape, key):
@@ -150,6 +151,7 @@ def test_packed_documents_do_not_meet(name, key):
     assert not out[:, 6:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 def test_poison_in_padding_reaches_nothing(name, poison, key):
     q, k, v = jax.random.normal(key, (3, 2, 5, 2, 4))
@@ -249,6 +251,7 @@ def test_nan_in_a_bias_is_not_hidden(name):
         assert bool(jnp.isnan(attend(q, q, q, bias=bias, implementation=name)).any())
 
 
+@pytest.mark.slow
 def test_bias_functions_of_few_arguments_and_whole_numbers(name):
     """One that ignores the head, and one with an integer among its parameters."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 4))
@@ -265,6 +268,7 @@ def test_bias_functions_of_few_arguments_and_whole_numbers(name):
                                jax.grad(loss)(q, jnp.float32(0.7), dense, "reference"), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_start_given_as_numpy(name):
     q = jax.random.normal(jax.random.key(0), (2, 2, 1, 4))
     for start in (np.array([0, 1]), np.int64(1)):

@@ -12,6 +12,7 @@ from tx_jax.attention._tiles import tile_sizes
 from tx_jax.masks import Causal, Mask, Window, parse_mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, T, S, start", [
     ("causal", 8, 2, -4), ("causal", 4, 2, -9), ("dilated(2)", 2, 1, 1), ("full", 3, 2, 0),
     ("causal", 4, 2, 5)])

@@ -115,6 +115,7 @@ def test_a_study_from_flag_to_report_and_again(capsys, tmp_path):
     assert status == 2 and "feedfacade" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sharded", "queue"])
 def test_a_trained_cell_is_reproduced_bit_for_bit(strategy, capsys, tmp_path):
     """A lone cell would be compiled and split otherwise; its whole program runs again."""
@@ -131,6 +132,7 @@ def test_a_trained_cell_is_reproduced_bit_for_bit(strategy, capsys, tmp_path):
     assert (tmp_path / "run" / "results.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_language_model_cell(capsys, tmp_path):
     """Its costs are recorded, a derived default written out is the same cell, and it runs again."""
     (tmp_path / "owl.txt").write_text("the owl and the pussy-cat went to sea. " * 60)

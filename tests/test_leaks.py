@@ -79,6 +79,7 @@ def test_each_leak_is_found(function, segments, says):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_trainer_stops_before_the_first_step(tmp_path):
     from tx_jax.config import DataConfig, OptimConfig, TrainConfig
     from tx_jax.fit import RunConfig, fit

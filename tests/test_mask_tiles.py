@@ -43,6 +43,7 @@ def test_tiles_contradict_no_pair(rule, T, S, start, q_tile, k_tile):
         np.testing.assert_array_equal(traced, kinds)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(rule=RULES, q=SEGMENTS, k=SEGMENTS, prefix=st.none() | st.integers(0, 8),
        length=st.none() | st.integers(0, 8), segments=st.booleans(), tile=st.integers(1, 4))

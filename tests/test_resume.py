@@ -72,6 +72,7 @@ def assert_same_params(got, want):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_rows(whole):
     result, lines = whole
     rows = [json.loads(line) for line in lines.splitlines()]
@@ -97,6 +98,7 @@ def test_dying_and_starting_again(cfg, whole, tmp_path, monkeypatch, step):
     assert board_steps(tmp_path) == [2, 4, 6, 8, 9]
 
 
+@pytest.mark.slow
 def test_the_seconds_of_all_starts_are_kept(cfg, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at(patch, 4)

@@ -121,6 +121,7 @@ def temporary_bytes(fn, T, heads, width):
     return step.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_additive_attention_does_without_the_array_of_hidden_values():
     """The reference holds [N, T, S, H], blockwise one tile of it."""
     score, T, heads, width = make_score("additive"), 512, 2, 8

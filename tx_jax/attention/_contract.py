@@ -202,7 +202,7 @@ def _load(choice: Any) -> tuple[str, Callable[..., jax.Array], Capabilities]:
         module = importlib.import_module(path)
         function = getattr(module, attribute)
     except Exception as error:  # whatever the module does while it is imported
-        reason = str(error).split("\n")[0]
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise UserError(f"attention '{choice}' cannot be imported ({reason}); write it like "
                         "my_package.my_module:my_function.") from None
     _check_signature(choice, function)
