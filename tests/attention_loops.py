@@ -1,16 +1,15 @@
 """Combinations of a few options on tiny arrays; the oracle is that of `tx_jax.conformance`."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tx_jax.attention import Dropout, make_score
 from tx_jax.conformance import slow_attend, slow_keep
+from tx_jax.conformance.options import cover_pairs
 from tx_jax.masks import Causal, Mask, Window
 
-__all__ = ["OPTIONS", "PAIRS", "all_pairs", "make_call", "slow_attend", "slow_keep", "split"]
+__all__ = ["OPTIONS", "PAIRS", "make_call", "slow_attend", "slow_keep", "split"]
 
 OPTIONS = {
     "mask": [None, Causal(), Causal() & Window(2), "segments", "prefix"],
@@ -51,35 +50,7 @@ def make_call(choice, seed=0, dtype=np.float32):
     return (q, k, v), options
 
 
-def all_pairs():
-    """Combinations in which every pair of option values occurs (greedy cover)."""
-    names = list(OPTIONS)
-    todo = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2)
-            for i in range(len(OPTIONS[a])) for j in range(len(OPTIONS[b]))
-            if _sensible({a: OPTIONS[a][i], b: OPTIONS[b][j]})}
-    rng, rows = np.random.default_rng(0), []
-    while todo:
-        first = min(todo)
-        best, covered = None, set()
-        for _ in range(60):
-            row = {n: int(rng.integers(len(OPTIONS[n]))) for n in names} | dict(first)
-            if not _sensible({n: OPTIONS[n][i] for n, i in row.items()}):
-                continue
-            hits = {p for p in itertools.combinations(row.items(), 2) if p in todo}
-            if best is None or len(hits) > len(covered):
-                best, covered = row, hits
-        rows.append({n: OPTIONS[n][i] for n, i in best.items()})
-        todo -= covered
-    return rows
-
-
-def _sensible(choice):
-    """Dot and cosine refuse the scale rules; a test of its own says so."""
-    return not (choice.get("score") in ("dot", "cosine")
-                and choice.get("scale") in ("1/d", "log_n(2)"))
-
-
-PAIRS = all_pairs()
+PAIRS = cover_pairs(OPTIONS, {name: range(len(values)) for name, values in OPTIONS.items()})
 
 
 def split(args, options, dtype):

@@ -1,7 +1,7 @@
 """Options of the attention contract, their combinations, and random calls that use them."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,25 +143,35 @@ def first_dtype(capabilities: Capabilities) -> str:
 
 
 def all_pairs(capabilities: Capabilities) -> list[dict[str, Any]]:
-    """Combinations in which every pair of declared option values occurs (greedy cover)."""
-    names = list(OPTIONS)
-    able = {n: [i for i, value in enumerate(OPTIONS[n]) if covers({n: value}, capabilities)]
-            for n in names}
+    """Combinations in which every pair of declared option values occurs."""
+    return cover_pairs(OPTIONS, {n: [i for i, value in enumerate(values)
+                                     if covers({n: value}, capabilities)]
+                                 for n, values in OPTIONS.items()})
+
+
+def cover_pairs(options: Mapping[str, Sequence[Any]], able: Mapping[str, Sequence[int]]
+                ) -> list[dict[str, Any]]:
+    """Combinations in which every sensible pair of option values occurs (greedy cover).
+
+    Args:
+      able: for each option, the indices of the values to take.
+    """
+    names = list(options)
     todo = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2)
             for i in able[a] for j in able[b]
-            if sensible({a: OPTIONS[a][i], b: OPTIONS[b][j]})}
+            if sensible({a: options[a][i], b: options[b][j]})}
     rng, rows = np.random.default_rng(0), []
     while todo:
         first = min(todo)
         best, covered = None, set()
         for _ in range(60):
             row = {n: able[n][rng.integers(len(able[n]))] for n in names} | dict(first)
-            if not sensible({n: OPTIONS[n][i] for n, i in row.items()}):
+            if not sensible({n: options[n][i] for n, i in row.items()}):
                 continue
             hits = {p for p in itertools.combinations(row.items(), 2) if p in todo}
             if best is None or len(hits) > len(covered):
                 best, covered = row, hits
-        rows.append({n: OPTIONS[n][i] for n, i in best.items()})
+        rows.append({n: options[n][i] for n, i in best.items()})
         todo -= covered
     return rows
 
