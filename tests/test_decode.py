@@ -12,7 +12,15 @@ from tests.helpers import make_params
 from tests.test_positions_attention import LENGTH_DEPENDENT, SCHEMES
 from tx_jax import decode, models, plugins
 from tx_jax.config import ModelConfig
-from tx_jax.decode import Sampling, decode_step, generate, init_cache, prefill, sample
+from tx_jax.decode import (
+    Sampling,
+    decode_step,
+    extend,
+    generate,
+    init_cache,
+    prefill,
+    sample,
+)
 from tx_jax.errors import UserError
 
 V, T, START, SIZE = 11, 8, 5, 10
@@ -36,7 +44,7 @@ def tokens(rows, length=T):
 def cached(model, params, tokens_BT, start=START):
     """Logits from a prefill of `start` tokens and one step for each of the others."""
     cache = init_cache(model, tokens_BT.shape[0], SIZE)
-    first_BTV, cache = models.apply(model, params, tokens_BT[:, :start], cache=cache)
+    first_BTV, cache = extend(model, params, tokens_BT[:, :start], cache)
 
     def step(cache, token_B):
         logits_BV, cache = decode_step(model, params, token_B, cache)
@@ -172,22 +180,17 @@ def test_overflow_is_refused_before_anything_runs():
         init_cache(model, 1, 7)
     full = dataclasses.replace(init_cache(model, 1, 4), length_B=jnp.array([2]))
     with pytest.raises(UserError, match="5 tokens do not fit into a cache of 4"):
-        models.apply(model, params, jnp.array([[1, 2, 3]]), cache=full)
-    filled = dataclasses.replace(full, k_LBSKH=full.k_LBSKH + 7, length_B=jnp.array([4]))
+        extend(model, params, jnp.array([[1, 2, 3]]), full)
+    filled = jax.tree.map(lambda x: x * 0 + 4, full)
     logits, after = jax.jit(lambda c: decode_step(model, params, jnp.array([1]), c))(filled)
-    assert np.isnan(logits).all() and (after.k_LBSKH == 7).all(), "a write past the end changes it"
+    assert np.isnan(logits).all()
+    assert all((held.x_BKSH == 4).all() for held in (*after.k, *after.v)), "a write past the end"
 
 
 def test_what_does_not_go_with_a_cache_is_refused():
     model, params = make()
-    ids, cache = tokens(1), init_cache(model, 1, SIZE)
-    for options, words in (({"segments_BT": ids}, "segments_BT does not go with a cache"),
-                           ({"trace": True}, "trace does not"), ({"cache": None,
-                            "lengths_B": jnp.array([1])}, "lengths_B goes with a cache")):
-        with pytest.raises(UserError, match=words):
-            models.apply(model, params, ids, **{"cache": cache} | options)
     with pytest.raises(UserError, match="the cache holds 1 examples but the batch has 2"):
-        models.apply(model, params, tokens(2), cache=cache)
+        extend(model, params, tokens(2), init_cache(model, 1, SIZE))
     ahead, _ = make(mask="causal | prefix(8)")
     with pytest.raises(UserError, match="generated later; give longer prompts"):
         generate(ahead, params, PROMPTS, 6, GREEDY)

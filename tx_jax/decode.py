@@ -1,163 +1,193 @@
-"""Generation with a cache of keys and values: prefill, one step, sampling, and the compiled loop.
+"""Generation with a cache of keys and values: the next tokens, prefill, and the compiled loop.
 
-The cache (`models.Cache`) is an argument and a result. Prompts of different lengths are padded on
-the right inside, so every text starts at index 0 of its row, and what a row gives depends neither
-on its padding nor on the other rows. Not here yet: a ring buffer for windows, int8 caches, prefill
-in chunks, a stop at the end of text.
+The cache (`tx_jax.cache`) is an argument and a result. Prompts of different lengths are padded on
+the right inside, so that what a row gives depends neither on its padding nor on the other rows.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 
-from tx_jax import models
-from tx_jax.config import check, option
+from tx_jax import limits, models
+from tx_jax.cache import Cache, empty_cache, view_of
 from tx_jax.errors import UserError
-from tx_jax.letters import letters_of, sizes
-from tx_jax.masks import Rule, parse_mask
-from tx_jax.models import Cache, DecoderLM
+from tx_jax.letters import ein, sizes
+from tx_jax.masks import parse_mask
+from tx_jax.models import DecoderLM
 from tx_jax.positions import make_encoding
+from tx_jax.requests import (
+    Plan,
+    check_chunk,
+    check_numbers,
+    check_room,
+    make_plan,
+    padded,
+    row_keys,
+    sequence_keys,
+)
+from tx_jax.sampling import Sampling, sample
 
-_DRAWN = ("temperature", lambda t: t > 0, "temperature 0 takes the likeliest token anyway")
-
-# A temperature below is taken as this, so that no quotient is 0 / 0.
-COLDEST = 1e-30
+__all__ = ["Cache", "Plan", "Sampling", "decode_step", "extend", "generate", "init_cache",
+           "prefill", "sample", "sequence_keys", "stream", "unstack"]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; filters narrow each other in the order of the fields.
+def unstack(model: DecoderLM, params: Any) -> Any:
+    """Parameters for many steps: a tree per layer, the head as [D, V], in the dtype of the model.
 
-    Attributes:
-      temperature: divides the logits; 0 takes the likeliest token, the lowest id among equals.
-      top_k: keep the k likeliest tokens, exactly k also among equals (the lowest ids); 0 or more
-        than the vocabulary is off.
-      top_p: keep the likeliest tokens until their probabilities sum to p, at least one; 1 is off.
-      min_p: drop tokens below this share of the largest probability; 0 is off.
+    A step reads every parameter once; a slice of stacked layers, a cast or a transposed head would
+    be written and read again each time. `extend` takes either form.
     """
+    if isinstance(params["blocks"], tuple):
+        return params
+    cfg, out = model.cfg, dict(params)
+    if cfg.embeddings == "tied":
+        out["head_DV"] = params["embed_VD"].T
+    out = {name: x.astype(cfg.dtype) if name in ("embed_VD", "head_DV") else x
+           for name, x in out.items()}
 
-    temperature: float = option(1.0, "divides the logits; 0 = always the likeliest token", low=0.0)
-    top_k: int = option(0, "draw among the k likeliest tokens; 0 = all", low=0,
-                       when=_DRAWN)
-    top_p: float = option(1.0, "draw among the likeliest tokens that sum to this probability; "
-                          "1 = all", low=0.0, high=1.0, when=_DRAWN)
-    min_p: float = option(0.0, "leave out tokens below this share of the largest probability; "
-                          "0 = none", low=0.0, high=1.0, when=_DRAWN)
+    def layer(i):
+        cast = dict(jax.tree.map(lambda x: x[i], params["blocks"]))
+        for part in ("attention", "mlp"):
+            if part in cast:
+                cast[part] = {name: x.astype(cfg.dtype) if name in _PRODUCTS else x
+                              for name, x in cast[part].items()}
+        return cast
 
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            value = getattr(self, name)
-            kinds = int if name == "top_k" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                what = "whole number" if name == "top_k" else "number"
-                raise UserError(f"--{name}={value!r} is not a {what}.")
-        check(self, "")
-
-
-def sample(logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array | None) -> jax.Array:
-    """The next tokens, int32 [B]; -1 where the logits are not numbers.
-
-    Args:
-      keys_B: one PRNG key per row, which alone decides it; not read at temperature 0.
-    """
-    bad_B = jnp.any(jnp.isnan(logits_BV), axis=-1)
-    if sampling.temperature == 0:
-        token_B = jnp.argmax(logits_BV, axis=-1)
-    else:
-        if keys_B is None:
-            raise UserError(f"temperature {sampling.temperature} draws at random; give a key, or "
-                            "temperature 0 for the likeliest token.")
-        # Differences first: then no quotient of a tiny temperature is infinity minus infinity.
-        logits_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
-        logits_BV = logits_BV / max(sampling.temperature, COLDEST)
-        if sampling == Sampling(sampling.temperature):
-            token_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
-        else:
-            kept_BC, id_BC = _kept(logits_BV, sampling)
-            place_B = jax.vmap(jax.random.categorical)(keys_B, kept_BC)
-            token_B = jnp.take_along_axis(id_BC, place_B[:, None], axis=1)[:, 0]
-    return jnp.where(bad_B, -1, token_B.astype(jnp.int32))
+    return out | {"blocks": tuple(layer(i) for i in range(cfg.layers))}
 
 
-def _kept(logits_BV: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """Candidates from the likeliest on: logits, minus infinity where dropped, and token ids."""
-    V = logits_BV.shape[-1]
-    logits_BC, id_BC = jax.lax.top_k(logits_BV, min(sampling.top_k or V, V))
-    p_BC = jax.nn.softmax(logits_BC, axis=-1)
-    first_1C = jnp.arange(p_BC.shape[1])[None] == 0
-    keep_BC = first_1C | (jnp.cumsum(p_BC, axis=-1) - p_BC < sampling.top_p)
-    p_BC = jnp.where(keep_BC, p_BC, 0)
-    keep_BC &= first_1C | (p_BC >= sampling.min_p * p_BC[:, :1])
-    return jnp.where(keep_BC, logits_BC, -jnp.inf), id_BC
+# Weights that enter products, in which they are cast to the dtype of the model anyway.
+_PRODUCTS = ("q_DNH", "k_DKH", "v_DKH", "o_NHD", "up_DF", "down_FD", "gate_DF")
 
 
-def init_cache(model: DecoderLM, batch: int, size: int) -> Cache:
-    """An empty cache for `batch` texts of up to `size` tokens."""
+def init_cache(model: DecoderLM, batch: int, size: int, kind: str = "model") -> Cache:
+    """An empty cache for `batch` texts of up to `size` tokens; `kind` as in `empty_cache`."""
     for name, value in (("batch", batch), ("size", size)):
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"a cache needs {name} of at least 1, not {value!r}.")
-    limit = max_length(model)
+    limit = limits.max_length(model)
     if limit is not None and size > limit:
         raise UserError(f"a cache of {size} tokens is longer than the {limit} positions that "
                         f"--model.positions={model.cfg.positions} knows; make it smaller.")
-    cfg = model.cfg
-    shape = (cfg.layers, batch, size, cfg.groups, cfg.head_width)
-    return Cache(jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype),
-                 jnp.zeros((batch,), jnp.int32))
+    return empty_cache(model.cfg, batch, size, kind)
 
 
-def max_length(model: DecoderLM) -> int | None:
-    """The positions that the model's scheme knows; None = no limit."""
-    encoding = make_encoding(model.cfg.positions)
-    size = sizes(model.cfg, model.vocab, model.context)
-    tables = jax.eval_shape(lambda key: encoding.init(key, size), jax.random.key(0))
-    limits = [leaf.shape[letters_of(name).index("T")] for name, leaf in tables.items()
-              if "T" in letters_of(name)]
-    return min([*limits, *filter(None, [encoding.max_length])], default=None)
+def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
+           lengths_B: jax.Array | None = None, *, last: bool = False) -> tuple[jax.Array, Cache]:
+    """Logits of the next tokens of every row, and the cache with them.
+
+    They equal those of one pass over everything (`models.apply`), as far as the mask shows no token
+    a later one that a later call brings, and but for schemes whose formula follows the current
+    length (`rope_dynamic_ntk`, `longrope`) and for the rounding of an int8 cache.
+
+    Args:
+      params: of the model, as they are or unstacked.
+      tokens_BT: int32.
+      lengths_B: int32, how many of the T tokens of each row are text; the others are padding on its
+        right, with logits that mean nothing. By default all are text.
+      last: give the logits after the last text token of each row only.
+
+    Returns:
+      (logits_BTV, or logits_BV with `last`, float32; cache). Logits of a token beyond the size of
+      the cache are NaN, and it is kept nowhere.
+
+    Raises:
+      UserError: the tokens are known not to fit into the cache.
+    """
+    cfg, params = model.cfg, unstack(model, params)
+    lengths_B = check_room(cache, tokens_BT, lengths_B)
+    size, encoding = FrozenDict(sizes(cfg, model.vocab, model.context)), make_encoding(
+        cfg.positions)
+    positions_BT = cache.length_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    x_BTD = models.embed(cfg, encoding, params["embed_VD"], params.get("positions", {}), tokens_BT,
+                         positions_BT)
+    x_BTD = jnp.where((positions_BT < cache.size)[..., None], x_BTD,
+                      jnp.asarray(jnp.nan, x_BTD.dtype))
+    view = view_of(cache, parse_mask(cfg.mask), positions_BT, lengths_B)
+    context = {"mask": view.mask, "scale": None, "positions": positions_BT, "view": view,
+               "length": view.length_B, "start": view.start,
+               "encoding": params.get("positions", {})}
+    block, held = models.Block(cfg, size, encoding, False), []
+    for weights, *layer in zip(params["blocks"], cache.k, cache.v, strict=True):
+        x_BTD, aux = block.apply({"params": weights}, x_BTD, context, None, tuple(layer))
+        held.append(aux["held"])
+    cache = replace(cache, k=tuple(k for k, _ in held), v=tuple(v for _, v in held),
+                    length_B=view.length_B)
+    if last:
+        last_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
+        x_BTD = jnp.take_along_axis(x_BTD, last_B11, axis=1)
+    if cfg.norm_position != "post":
+        x_BTD = models.Norm(cfg).apply({"params": params.get("final_norm", {})}, x_BTD)
+    logits_BTV = ein("BTD,DV->BTV", x_BTD, params["head_DV"]).astype(jnp.float32)
+    return (logits_BTV[:, 0] if last else logits_BTV), cache
 
 
 def prefill(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
-            segments_BT: jax.Array | None = None) -> tuple[jax.Array, Cache]:
-    """Read the prompts in one pass.
+            segments_BT: jax.Array | None = None, *, chunk: int = 0) -> tuple[jax.Array, Cache]:
+    """Read the prompts.
 
     Args:
       segments_BT: 0 = padding, on the left or on the right; the rest of a row is one text.
+      chunk: read so many tokens at a time, which bounds the memory of long prompts; 0 = all.
 
     Returns:
       (logits_BV after the last token of each text, cache).
     """
+    B, T = tokens_BT.shape
     if segments_BT is None:
-        lengths_B = jnp.full(tokens_BT.shape[:1], tokens_BT.shape[1], jnp.int32)
+        lengths_B = jnp.full((B,), T, jnp.int32)
     else:
         text_BT = segments_BT != 0
         order_BT = jnp.argsort(~text_BT, axis=1, stable=True)
         tokens_BT = jnp.take_along_axis(tokens_BT, order_BT, axis=1)
         lengths_B = jnp.sum(text_BT, axis=1, dtype=jnp.int32)
-    logits_BTV, cache = models.apply(model, params, tokens_BT, cache=cache, lengths_B=lengths_B)
-    last_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
-    return jnp.take_along_axis(logits_BTV, last_B11, axis=1)[:, 0], cache
+    if not chunk or chunk >= T:
+        return extend(model, params, tokens_BT, cache, lengths_B, last=True)
+    check_chunk(parse_mask(model.cfg.mask), chunk, T)
+    params = unstack(model, params)
+    padded_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
+    chunks_IBT = jnp.moveaxis(padded_BT.reshape(B, -1, chunk), 1, 0)
+
+    def read(carry, step):
+        logits_BV, cache = carry
+        i, tokens = step
+        here_B = jnp.clip(lengths_B - i * chunk, 0, chunk)
+        new_BV, cache = extend(model, params, tokens, cache, here_B, last=True)
+        return (jnp.where(here_B[:, None] > 0, new_BV, logits_BV), cache), None
+
+    start = jnp.zeros((B, model.vocab), jnp.float32), cache
+    steps = jnp.arange(len(chunks_IBT), dtype=jnp.int32), chunks_IBT
+    return jax.lax.scan(read, start, steps)[0]
 
 
 def decode_step(model: DecoderLM, params: Any, token_B: jax.Array, cache: Cache
                 ) -> tuple[jax.Array, Cache]:
-    """Read one more token of each text: (logits_BV, cache)."""
-    logits_BTV, cache = models.apply(model, params, token_B[:, None], cache=cache)
-    return logits_BTV[:, 0], cache
+    """Read one more token of each text: (logits_BV, cache). Donate the cache to write in place."""
+    return extend(model, params, token_B[:, None], cache, last=True)
 
 
-def sequence_keys(key: jax.Array, n: int) -> jax.Array:
-    """The keys [n] that `generate` gives to n prompts."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """A generation between two tokens: `token_B`, the `count`-th, is drawn and not yet read."""
+
+    cache: Cache
+    token_B: jax.Array
+    done_B: jax.Array
+    seen_BV: jax.Array | None
+    count: jax.Array
 
 
 def generate(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_tokens: int,
              sampling: Sampling | None = None, key: jax.Array | None = None, *,
-             size: int | None = None) -> np.ndarray:
+             size: int | None = None, kind: str = "model", chunk: int = 0,
+             stop: int | None = None) -> np.ndarray:
     """Continue prompts by `new_tokens` tokens each: one compiled program, int32 [B, new_tokens].
 
     Args:
@@ -166,95 +196,100 @@ def generate(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], ne
       key: one PRNG key, or one per prompt as from `sequence_keys`; a prompt with its key gives the
         same alone and among others. Temperature 0 needs none.
       size: places of the cache; by default as many as the longest text takes.
+      kind: of the cache, "model" or "int8".
+      chunk: tokens of the prompts read at a time; 0 = all.
+      stop: a token that ends a row, which then repeats it; the loop ends when all rows have.
 
     Raises:
       UserError: anything that cannot work, before anything runs; or the logits are not numbers.
     """
+    return np.concatenate(list(stream(model, params, prompts, new_tokens, sampling, key, size=size,
+                                      kind=kind, chunk=chunk, stop=stop, every=0)), axis=1)
+
+
+def stream(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_tokens: int,
+           sampling: Sampling | None = None, key: jax.Array | None = None, *,
+           size: int | None = None, kind: str = "model", chunk: int = 0, stop: int | None = None,
+           every: int = 16) -> Iterator[np.ndarray]:
+    """As `generate`, in pieces [B, `every`] as they come; the same tokens. 0 = in one piece."""
     sampling = sampling or Sampling()
-    lengths = _check_prompts(model, prompts, new_tokens)
-    total = max(lengths) + new_tokens
-    limit = max_length(model)
-    for most, what in ((size, "a cache of {} places"),
-                       (limit, f"the {{}} positions of --model.positions={model.cfg.positions}")):
-        if most is not None and total > most:
-            raise UserError(f"a prompt of {max(lengths)} tokens and {new_tokens} new ones make "
-                            f"{total}, more than {what.format(most)}; shorten one of them.")
-    _check_mask(parse_mask(model.cfg.mask), min(lengths), total)
-    keys_B = _row_keys(sampling, key, len(prompts))
+    plan = make_plan(model, prompts, new_tokens, sampling, size=size, kind=kind, chunk=chunk,
+                     stop=stop)
+    tokens, lengths = padded(prompts)
+    keys_B = row_keys(sampling, key, len(prompts))
     if new_tokens == 0:
-        return np.zeros((len(prompts), 0), np.int32)
-    tokens = np.zeros((len(prompts), max(lengths)), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[:len(prompt)] = prompt
-    out = np.asarray(run_loop(model, sampling, new_tokens, size or total, params, tokens,
-                              np.asarray(lengths, np.int32), keys_B))
-    if (out < 0).any():
-        row, place = np.argwhere(out < 0)[0]
-        raise UserError(f"the logits for new token {place + 1} of prompt {row + 1} are not "
-                        "numbers; the parameters hold NaN or infinity, train them again.")
-    return out
+        yield np.zeros((len(prompts), 0), np.int32)
+        return
+    weights = _unstack(model, params)
+    if not every:
+        yield check_numbers(run_loop(model, plan, weights, tokens, lengths, keys_B), 0)
+        return
+    state, done = _begin(model, plan, weights, tokens, lengths, keys_B), 1
+    yield check_numbers(state.token_B[:, None], 0)
+    while done < new_tokens:
+        state, out_BT = _go_on(model, plan, every, weights, state, keys_B)
+        piece = check_numbers(out_BT, done)[:, :new_tokens - done]
+        yield piece
+        done += piece.shape[1]
+        if stop is not None and (piece[:, -1] == stop).all() and done < new_tokens:
+            yield np.full((len(prompts), new_tokens - done), stop, np.int32)
+            return
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def run_loop(model: DecoderLM, sampling: Sampling, new_tokens: int, size: int, params: Any,
-             tokens_BT: jax.Array, lengths_B: jax.Array, keys_B: jax.Array | None) -> jax.Array:
-    """The compiled part of `generate`: prefill, then a loop on the device, [B, new_tokens]."""
+def _draw(plan: Plan, logits_BV: jax.Array, keys_B: jax.Array | None, cache: Cache,
+          done_B: jax.Array, seen_BV: jax.Array | None, count: jax.Array) -> State:
+    """The state after one more token is drawn."""
+    keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, count)
+    token_B = sample(logits_BV, plan.sampling, keys, seen_BV)
+    if plan.stop is not None:
+        token_B = jnp.where(done_B, plan.stop, token_B)
+        done_B = token_B == plan.stop
+    if seen_BV is not None:
+        seen_BV = seen_BV.at[jnp.arange(token_B.shape[0]), token_B].set(True, mode="drop")
+    return State(cache, token_B, done_B, seen_BV, count + 1)
+
+
+def _start(model, plan, params, tokens_BT, lengths_B, keys_B) -> State:
+    """Read the prompts and draw the first token."""
     B, T = tokens_BT.shape
-
-    def draw(logits_BV, i):
-        keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
-        return sample(logits_BV, sampling, keys)
-
-    def step(carry, i):
-        token_B, cache = carry
-        logits_BV, cache = decode_step(model, params, token_B, cache)
-        token_B = draw(logits_BV, i)
-        return (token_B, cache), token_B
-
-    segments_BT = (jnp.arange(T)[None] < lengths_B[:, None]).astype(jnp.int32)
-    logits_BV, cache = prefill(model, params, tokens_BT, init_cache(model, B, size), segments_BT)
-    first_B = draw(logits_BV, jnp.int32(0))
-    _, rest_TB = jax.lax.scan(step, (first_B, cache), jnp.arange(1, new_tokens, dtype=jnp.int32))
-    return jnp.concatenate([first_B[:, None], rest_TB.T], axis=1)
+    text_BT = jnp.arange(T)[None] < lengths_B[:, None]
+    logits_BV, cache = prefill(model, params, tokens_BT, init_cache(model, B, plan.size, plan.kind),
+                               text_BT.astype(jnp.int32), chunk=plan.chunk)
+    seen_BV = None
+    if plan.sampling.repetition_penalty != 1:
+        seen_BV = jnp.zeros((B, model.vocab), bool).at[jnp.arange(B)[:, None], tokens_BT].max(
+            text_BT)
+    return _draw(plan, logits_BV, keys_B, cache, jnp.zeros((B,), bool), seen_BV, jnp.int32(0))
 
 
-def _row_keys(sampling: Sampling, key: jax.Array | None, n: int) -> jax.Array | None:
-    if sampling.temperature == 0:
-        return None
-    if key is None:
-        raise UserError(f"temperature {sampling.temperature} draws at random; give a key, or "
-                        "temperature 0 for the likeliest token.")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape not in ((), (n,)):
-        raise UserError(f"key has shape {key.shape} and dtype {key.dtype}; give one jax.random.key "
-                        f"or one per prompt ({n}).")
-    return key if key.ndim else sequence_keys(key, n)
+def _loop(model, plan, n, params, state, keys_B) -> tuple[State, jax.Array]:
+    """Up to n more tokens, int32 [B, n]; fewer are drawn when every row is done."""
+    filler = 0 if plan.stop is None else plan.stop
+    out_BT = jnp.full((state.token_B.shape[0], n), filler, jnp.int32)
+
+    def unfinished(carry):
+        i, state, _ = carry
+        return (i < n) & ~jnp.all(state.done_B)
+
+    def step(carry):
+        i, state, out_BT = carry
+        logits_BV, cache = decode_step(model, params, state.token_B, state.cache)
+        state = _draw(plan, logits_BV, keys_B, cache, state.done_B, state.seen_BV, state.count)
+        return i + 1, state, jax.lax.dynamic_update_slice_in_dim(
+            out_BT, state.token_B[:, None], i, axis=1)
+
+    return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out_BT))[1:]
 
 
-def _check_prompts(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: int
-                   ) -> list[int]:
-    """Lengths of the prompts; UserError if one is empty or holds something else than tokens."""
-    if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 0:
-        raise UserError(f"new_tokens={new_tokens!r} must be a whole number of at least 0.")
-    if not len(prompts):
-        raise UserError("there are no prompts; give at least one.")
-    for i, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise UserError(f"prompt {i + 1} is no list of token ids; give at least one integer.")
-        outside = ids[(ids < 0) | (ids >= model.vocab)]
-        if outside.size:
-            raise UserError(f"prompt {i + 1} holds token {outside[0]}, outside the vocabulary of "
-                            f"{model.vocab} tokens.")
-    return [len(prompt) for prompt in prompts]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run_loop(model: DecoderLM, plan: Plan, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array,
+             keys_B: jax.Array | None) -> jax.Array:
+    """The compiled part of `generate`: prefill, then a loop on the device, [B, new_tokens]."""
+    state = _start(model, plan, params, tokens_BT, lengths_B, keys_B)
+    _, rest_BT = _loop(model, plan, plan.new_tokens - 1, params, state, keys_B)
+    return jnp.concatenate([state.token_B[:, None], rest_BT], axis=1)
 
 
-def _check_mask(rule: Rule, shortest: int, total: int) -> None:
-    """Refuse a mask under which a token would see one that is not there yet."""
-    keys = np.arange(shortest, total)
-    # Rows of queries one after another, as the whole table may be large.
-    for q in range(total - 1):
-        later = keys[keys > q]
-        if np.any(rule.allowed(np.full(later.shape, q), later)):
-            raise UserError(f"the mask {rule} shows token {q} a token after the prompt, which is "
-                            f"generated later; give longer prompts (the shortest has {shortest} "
-                            "tokens) or a causal mask.")
+_unstack = jax.jit(unstack, static_argnums=0)
+_begin = jax.jit(_start, static_argnums=(0, 1))
+_go_on = jax.jit(_loop, static_argnums=(0, 1, 2), donate_argnums=4)

@@ -7,13 +7,11 @@ and `layers`.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tx_jax import layers
 from tx_jax.attention import (
@@ -30,30 +28,6 @@ from tx_jax.errors import UserError
 from tx_jax.letters import ein, place, shape_of, sizes
 from tx_jax.masks import Mask, parse_mask
 from tx_jax.positions import Encoding, make_encoding
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of the tokens so far, an argument and a result of `apply`.
-
-    The text of every example starts at index 0 without gaps, so that an index is a position and
-    masks mean what they mean in a full pass. Keys are stored as they are before positions enter:
-    schemes that follow the current length turn all of them anew at each step.
-
-    Attributes:
-      k_LBSKH, v_LBSKH: S places for each layer and example.
-      length_B: int32, how many of them are filled.
-    """
-
-    k_LBSKH: jax.Array
-    v_LBSKH: jax.Array
-    length_B: jax.Array
-
-    @property
-    def size(self) -> int:
-        """S, the tokens that an example can have."""
-        return self.k_LBSKH.shape[2]
 
 
 def _tree_param(module: nn.Module, name: str, init: Any) -> Any:
@@ -89,7 +63,7 @@ class Attention(nn.Module):
     encoding: Encoding
 
     @nn.compact
-    def __call__(self, x_BTD, context, key, cached):
+    def __call__(self, x_BTD, context, key, held):
         cfg, size = self.cfg, self.size
         score = make_score(cfg.score)
         # W_o starts smaller by sqrt(2L), which keeps the residual stream's variance about 1
@@ -101,11 +75,12 @@ class Attention(nn.Module):
         q_BTNH = ein("BTD,DNH->BTNH", x_BTD, w["q_DNH"])
         k_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["k_DKH"])
         v_BTKH = ein("BTD,DKH->BTKH", x_BTD, w["v_DKH"])
-        new = (k_BTKH, v_BTKH)
-        if cached is not None:  # from here on keys and values are those of S places
-            k_BTKH, v_BTKH = (_write(old, x, context["positions"])
-                              for old, x in zip(cached, new, strict=True))
-        q_BTNH, k_BTKH, bias = self._place(q_BTNH, k_BTKH, score, context)
+        q_BTNH, k_BTKH, bias, k_held = self._place(q_BTNH, k_BTKH, score, context,
+                                                   None if held is None else held[0])
+        aux = {}
+        if held is not None:
+            v_BTKH, v_held = context["view"].extend(held[1], v_BTKH)
+            aux = {"held": (k_held, v_held)}
         scale = cfg.scale if context["scale"] is None else context["scale"]
         widened = q_BTNH.shape[-1] != cfg.head_width
         options = {"mask": context["mask"], "bias": bias, "score": score,
@@ -120,7 +95,6 @@ class Attention(nn.Module):
         mixed_BTNH = mix(q_BTNH, k_BTKH, v_BTKH, dropout=drop, **options,
                          q_start=context["start"],
                          implementation=None if cfg.attention == "auto" else cfg.attention)
-        aux = {} if cached is None else {"cache": new}
         # What is traced are the weights and logits of a softmax.
         trace = context["trace"] if cfg.variant == "softmax" else False
         if trace == "weights":
@@ -145,29 +119,28 @@ class Attention(nn.Module):
 
         return paired
 
-    def _place(self, q_BTNH, k_BTKH, score, context):
-        """Queries and keys with their positions in them, and the bias of the scheme."""
-        encoding, positions = self.encoding, context["positions"]
-        k_positions, length_B = context["k_positions"], context["length"]
-        params = context["encoding"]
+    def _place(self, q_BTNH, k_BTKH, score, context, held):
+        """Queries and keys with their positions in them, the bias of the scheme, and what a cache
+        then holds; with a cache the keys are all that the queries may see."""
+        encoding, positions, length_B = self.encoding, context["positions"], context["length"]
+        params, view, k_positions = context["encoding"], context.get("view"), positions
         if encoding.per_layer:
             params = _tree_param(self, "positions", lambda k: encoding.init(k, self.size))
         q_BTNH = encoding.rotate_q(params, q_BTNH, positions, length_B)
-        k_BTKH = encoding.rotate_k(params, k_BTKH, k_positions, length_B)
+        if held is None or not encoding.late:
+            k_BTKH = encoding.rotate_k(params, k_BTKH, positions, length_B)
+        if held is not None:
+            k_BTKH, held = view.extend(held, k_BTKH)
+            k_positions = view.k_positions_BS
+            if encoding.late:
+                k_BTKH = encoding.rotate_k(params, k_BTKH, k_positions, length_B)
         if q_BTNH.shape[-1] != self.cfg.head_width and not score.plain:
             raise UserError(f"--model.positions={self.cfg.positions} widens queries and keys, "
                             f"which --model.score={self.cfg.score} would mix with their content; "
                             "use the score scaled_dot or dot.")
         function = {"pair": encoding.pair_bias, "rows": encoding.row_bias}.get(encoding.bias_kind)
         bias = function and Bias(function, params, positions, k_positions, encoding.bias_kind)
-        return q_BTNH, k_BTKH, bias
-
-
-def _write(old_BSKH: jax.Array, new_BTKH: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """The cache with new entries; an index past its end is dropped."""
-    rows_B1 = jnp.arange(old_BSKH.shape[0])[:, None]
-    return old_BSKH.at[rows_B1, index_BT].set(new_BTKH.astype(old_BSKH.dtype), mode="drop",
-                                              unique_indices=True)
+        return q_BTNH, k_BTKH, bias, held
 
 
 class MLP(nn.Module):
@@ -215,12 +188,12 @@ class Block(nn.Module):
         return place("BTD", y_BTD), aux
 
     @nn.compact
-    def __call__(self, x_BTD, context, key, cached):
+    def __call__(self, x_BTD, context, key, held):
         cfg, context = self.cfg, context | {"trace": self.trace}
         attention_key, first_key, second_key = _keys(key, 3)
         attention = Attention(cfg, self.size, self.encoding, name="attention")
         x_BTD, aux = self._wrap(x_BTD, "attention",
-                                lambda y: attention(y, context, attention_key, cached), first_key)
+                                lambda y: attention(y, context, attention_key, held), first_key)
         if cfg.mlp != "none":
             mlp = MLP(cfg, self.size, name="mlp")
             x_BTD, _ = self._wrap(x_BTD, "mlp", lambda y: (mlp(y), {}), second_key)
@@ -236,14 +209,11 @@ class DecoderLM(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None,
-                 scale=None, trace=False, cache=None, lengths_B=None):
+                 scale=None, trace=False):
         cfg = self.cfg
         size = nn.FrozenDict(sizes(cfg, self.vocab, self.context))
         encoding = make_encoding(cfg.positions)
-        if cache is not None:
-            positions_BT = cache.length_B[:, None] + jnp.arange(tokens_BT.shape[1],
-                                                                dtype=jnp.int32)[None]
-        elif positions_BT is None:
+        if positions_BT is None:
             positions_BT = (layers.positions_of(segments_BT) if segments_BT is not None else
                             jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None],
                                              tokens_BT.shape))
@@ -252,29 +222,13 @@ class DecoderLM(nn.Module):
         encoding_params = {} if encoding.per_layer else _tree_param(
             self, "positions", lambda k: encoding.init(k, size))
         embed_key, stack_key = _keys(dropout_key if cfg.dropout else None, 2)
-        # Gathering in fill mode turns a token outside the vocabulary into NaN, never another token.
-        x_BTD = embed_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
-        x_BTD = place("BTD", x_BTD.astype(cfg.dtype))
-        x_BTD = encoding.embed(encoding_params, x_BTD, positions_BT)
+        x_BTD = embed(cfg, encoding, embed_VD, encoding_params, tokens_BT, positions_BT)
         x_BTD = layers.dropout(x_BTD, cfg.dropout, embed_key)
         context = {"mask": Mask(parse_mask(cfg.mask), segments_BT, segments_BT), "scale": scale,
-                   "positions": positions_BT, "k_positions": positions_BT, "length": None,
-                   "start": None, "encoding": encoding_params}
-        cached = None
-        if cache is not None:
-            # A token that has no place is never written over another: it becomes NaN.
-            x_BTD = jnp.where((positions_BT < cache.size)[..., None], x_BTD, jnp.nan)
-            length_B = cache.length_B + lengths_B
-            context |= {"mask": Mask(parse_mask(cfg.mask), k_lengths_B=length_B),
-                        "k_positions": jnp.arange(cache.size, dtype=jnp.int32)[None],
-                        "length": length_B, "start": cache.length_B}
-            cached = cache.k_LBSKH, cache.v_LBSKH
+                   "positions": positions_BT, "length": None, "start": None,
+                   "encoding": encoding_params}
         x_BTD, aux = self._stack(size, encoding, trace)(x_BTD, context, self._layer_keys(stack_key),
-                                                        cached)
-        if cache is not None:
-            write = jax.vmap(_write, (0, 0, None))
-            aux = Cache(*(write(old, new, positions_BT)
-                          for old, new in zip(cached, aux["cache"], strict=True)), length_B)
+                                                        None)
         if cfg.norm_position != "post":
             x_BTD = Norm(cfg, name="final_norm")(x_BTD)
         if cfg.embeddings == "tied":
@@ -293,6 +247,15 @@ class DecoderLM(nn.Module):
                           in_axes=(nn.broadcast, 0, 0), length=cfg.layers,
                           unroll=1 if cfg.scan else cfg.layers)
         return scanned(cfg, size, encoding, trace, name="blocks")
+
+
+def embed(cfg: ModelConfig, encoding: Encoding, embed_VD: jax.Array, encoding_params: Any,
+          tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Tokens as vectors [B, T, D], with their positions where the scheme puts them there."""
+    # Gathering in fill mode turns a token outside the vocabulary into NaN, never another token.
+    x_BTD = embed_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
+    x_BTD = place("BTD", x_BTD.astype(cfg.dtype))
+    return encoding.embed(encoding_params, x_BTD, positions_BT)
 
 
 def build(cfg: ModelConfig, vocab: int, context: int) -> DecoderLM:
@@ -319,9 +282,8 @@ def init(model: DecoderLM, key: jax.Array) -> dict[str, Any]:
 def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
           segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None,
           dropout_key: jax.Array | None = None, scale: jax.Array | float | None = None,
-          trace: bool | str = False, cache: Cache | None = None,
-          lengths_B: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """Logits of a batch.
+          trace: bool | str = False) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Logits of a batch; `decode.extend` gives the same a few tokens at a time.
 
     Args:
       tokens_BT: int32 token ids; an id outside the vocabulary gives NaN logits.
@@ -331,47 +293,14 @@ def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
       scale: overrides `cfg.scale` by a number, which may be traced.
       trace: True also returns attention statistics of every layer, "weights" the attention
         weights, weights_BNTS.
-      cache: the tokens before these, see `decode`. Logits equal those of one pass over everything,
-        as far as the mask shows no token a later one that a later call brings, and but for schemes
-        whose formula follows the current length (`rope_dynamic_ntk`, `longrope`).
-      lengths_B: int32, with a cache: how many of the T tokens of each row are text; the others are
-        padding on its right, with logits that mean nothing. By default all are text.
 
     Returns:
-      (logits_BTV float32, aux): aux is empty, or holds arrays with leading axis L. With a cache
-      (logits_BTV, cache), the new cache; logits of a token that has no place in it are NaN.
+      (logits_BTV float32, aux): aux is empty, or holds arrays with leading axis L.
 
     Raises:
-      UserError: options contradict each other, or the cache is known to be too small.
+      UserError: options contradict each other.
     """
     if trace not in (False, True, "weights"):
         raise UserError(f"trace={trace!r} is unknown; give False, True or 'weights'.")
-    if cache is not None:
-        given = {"segments_BT": segments_BT, "positions_BT": positions_BT, "trace": trace or None,
-                 "dropout_key": dropout_key}
-        if refused := [name for name, value in given.items() if value is not None]:
-            raise UserError(f"{refused[0]} does not go with a cache, where each row is one text "
-                            "from index 0 on; leave it out, or pad on the right by lengths_B.")
-        lengths_B = _check_room(cache, tokens_BT, lengths_B)
-    elif lengths_B is not None:
-        raise UserError("lengths_B goes with a cache; without one give segments_BT, 0 = padding.")
     return model.apply({"params": params}, tokens_BT, segments_BT, positions_BT, dropout_key, scale,
-                       trace, cache, lengths_B)
-
-
-def _check_room(cache: Cache, tokens_BT: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
-    """The lengths of the new tokens; UserError where they are known not to fit."""
-    B, T = tokens_BT.shape
-    if cache.length_B.shape != (B,):
-        raise UserError(f"the cache holds {cache.length_B.shape[0]} examples but the batch has "
-                        f"{B}; make one with init_cache(model, {B}, size).")
-    if lengths_B is None:
-        lengths_B = jnp.full((B,), T, jnp.int32)
-    try:
-        longest = int(np.max(np.asarray(cache.length_B + lengths_B), initial=0))
-    except jax.errors.TracerArrayConversionError:  # inside a compiled program: NaN instead
-        return lengths_B
-    if longest > cache.size:
-        raise UserError(f"{longest} tokens do not fit into a cache of {cache.size}; make it larger "
-                        "or give fewer tokens.")
-    return lengths_B
+                       trace)

@@ -61,6 +61,7 @@ class Request(_Features):
     Attributes:
       rules: names of the elementary mask rules in use.
       score: name of the score function.
+      queries: T; 0 = not said.
       logits: their number, B * N * T * S.
       dtype: of queries, keys and values.
       width: of a head, the larger of keys' and values'.
@@ -70,6 +71,7 @@ class Request(_Features):
 
     rules: frozenset[str] = frozenset()
     score: str = "scaled_dot"
+    queries: int = 0
     logits: int = 0
     dtype: str = "float32"
     width: int = 0

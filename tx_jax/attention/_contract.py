@@ -115,7 +115,7 @@ def request_of(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, *, mask: Any = None, bias:
         traced_scale=isinstance(value, jax.Array), row_scale=rule == "log_n",
         shifted=traced_start or q_start not in (None, k_BSKH.shape[1] - q_BTNH.shape[1]),
         traced_start=traced_start, score=score.name,
-        logits=math.prod(q_BTNH.shape[:3]) * k_BSKH.shape[1],
+        queries=q_BTNH.shape[1], logits=math.prod(q_BTNH.shape[:3]) * k_BSKH.shape[1],
         other_score=not isinstance(score, DotProduct),
         projected_score=isinstance(score, DotProduct) and not score.plain,
         float64=q_BTNH.dtype == jnp.float64,
@@ -146,7 +146,8 @@ def resolve(implementation: Implementation, request: Request
         missing and which implementation can.
     """
     if implementation is None or (isinstance(implementation, str) and implementation == "auto"):
-        implementation = "reference" if request.logits <= SMALL else "blockwise"
+        implementation = ("decode" if request.queries == 1 else
+                          "reference" if request.logits <= SMALL else "blockwise")
     if isinstance(implementation, str) or callable(implementation):
         implementation = (implementation,)
     if not isinstance(implementation, Sequence) or not implementation:

@@ -47,10 +47,16 @@ def softmax(logits_BNTS, sink=None):
 def masked_logits(q_BTNH, k_BSKH, *, mask, bias, score, score_params, scale, softcap, q_start):
     """Logits as they enter the softmax [B, N, T, S]; minus infinity where the mask forbids."""
     logits = score.logits(score_params, q_BTNH, k_BSKH)
+    return finish_logits(logits, q_BTNH, mask=mask, bias=bias, scale=scale, softcap=softcap,
+                         q_start=q_start)
+
+
+def finish_logits(logits, q_BTNH, *, mask, bias, scale, softcap, q_start):
+    """What comes after the score: scale, soft cap, bias and mask, on logits [B, N, T, S]."""
     logits = logits * jnp.asarray(scale, logits.dtype)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    (T, N), S = q_BTNH.shape[1:3], k_BSKH.shape[1]
+    (T, N), S = q_BTNH.shape[1:3], logits.shape[-1]
     allowed = True if mask is None else dense_mask(mask, T, S, q_start)[:, None]
     if isinstance(bias, Bias):
         bias = (dense_bias(bias, N, T, S, q_start) if bias.kind == "pair" else

@@ -29,6 +29,8 @@ class Mask:
         besides those of the rule (prefix language models with one document per row).
       k_lengths_B: number of keys of the example that exist (the filled part of a cache, the text of
         a right-padded row); the others are not attended.
+      finite: a promise that no unseen key or value is NaN or infinite, so that nobody has to zero
+        them. A cache keeps it, as it begins with zeros and takes no padding.
     """
 
     rule: Rule = field(default=Full(), metadata={"static": True})
@@ -36,6 +38,7 @@ class Mask:
     k_segments_BS: jax.Array | None = None
     prefix_B: jax.Array | None = None
     k_lengths_B: jax.Array | None = None
+    finite: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         if isinstance(self.rule, str):
@@ -152,7 +155,7 @@ def hide_unseen(mask: Mask | None, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH:
     Products with weight 0 would otherwise carry their NaN or infinity (padding, the unwritten part
     of a cache) into outputs and gradients, as 0 * NaN = NaN.
     """
-    if mask is None:
+    if mask is None or mask.finite:
         return q_BTNH, k_BSKH, v_BSKH
     allowed_BTS = dense_mask(mask, q_BTNH.shape[1], k_BSKH.shape[1], q_start)
     sees = jnp.any(allowed_BTS, axis=2)[:, :, None, None]

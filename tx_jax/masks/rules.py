@@ -5,6 +5,7 @@ and one row of cached decoding. Rules are hashable and static under `jax.jit`. E
 twice: `allowed` at single pairs, and `tile` as bounds over a rectangle of pairs.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,11 @@ class Rule:
     def __invert__(self) -> "Rule":
         return Not(self)
 
+    def band(self) -> tuple[float, float] | None:
+        """(low, high) such that every allowed pair has low <= q - k <= high, infinite where there
+        is no bound; None for a rule that does not depend on q - k alone."""
+        return None
+
     def names(self) -> frozenset[str]:
         """Names of the elementary rules inside; an implementation states which ones it takes."""
         return frozenset({type(self).__name__.lower()})
@@ -61,6 +67,9 @@ class Full(Rule):
         yes = 0 * q_lo == 0 * k_lo
         return yes, yes
 
+    def band(self) -> tuple[float, float]:
+        return -math.inf, math.inf
+
     def __str__(self) -> str:
         return "full"
 
@@ -74,6 +83,9 @@ class Causal(Rule):
 
     def tile(self, q_lo: Any, q_hi: Any, k_lo: Any, k_hi: Any) -> tuple[Any, Any]:
         return q_hi >= k_lo, q_lo >= k_hi
+
+    def band(self) -> tuple[float, float]:
+        return 0, math.inf
 
     def __str__(self) -> str:
         return "causal"
@@ -94,6 +106,9 @@ class Window(Rule):
     def tile(self, q_lo: Any, q_hi: Any, k_lo: Any, k_hi: Any) -> tuple[Any, Any]:
         return ((q_hi >= k_lo) & (q_lo - k_hi < self.width),
                 (q_lo >= k_hi) & (q_hi - k_lo < self.width))
+
+    def band(self) -> tuple[float, float]:
+        return 0, self.width - 1
 
     def __str__(self) -> str:
         return f"window({self.width})"
@@ -141,6 +156,9 @@ class Dilated(Rule):
         low, high = q_lo - k_hi, q_hi - k_lo
         some = high // self.step * self.step >= low
         return some, some & ((self.step == 1) | (low == high))
+
+    def band(self) -> tuple[float, float]:
+        return -math.inf, math.inf
 
     def __str__(self) -> str:
         return f"dilated({self.step})"
@@ -239,6 +257,12 @@ class And(Rule):
     def names(self) -> frozenset[str]:
         return self.left.names() | self.right.names()
 
+    def band(self) -> tuple[float, float] | None:
+        left, right = self.left.band(), self.right.band()
+        if left is None or right is None:
+            return None
+        return max(left[0], right[0]), min(left[1], right[1])
+
     def __str__(self) -> str:
         return f"{_bracket(self.left, Or)} & {_bracket(self.right, And, Or)}"
 
@@ -261,6 +285,12 @@ class Or(Rule):
     def names(self) -> frozenset[str]:
         return self.left.names() | self.right.names()
 
+    def band(self) -> tuple[float, float] | None:
+        left, right = self.left.band(), self.right.band()
+        if left is None or right is None:
+            return None
+        return min(left[0], right[0]), max(left[1], right[1])
+
     def __str__(self) -> str:
         return f"{self.left} | {_bracket(self.right, Or)}"
 
@@ -281,6 +311,9 @@ class Not(Rule):
 
     def names(self) -> frozenset[str]:
         return self.rule.names()
+
+    def band(self) -> tuple[float, float] | None:
+        return self.rule.band() and (-math.inf, math.inf)
 
     def __str__(self) -> str:
         return f"~{_bracket(self.rule, And, Or)}"

@@ -23,10 +23,13 @@ class Encoding:
       bias_kind: how position enters the logits: "" (not at all), "pair" (`pair_bias`, elementwise
         in the positions of query and key) or "rows" (`row_bias`, from whole rows of logits).
       per_layer: whether every layer has parameters of its own.
+      late: whether a cache keeps keys before `rotate_k`, which then turns all of them at each step,
+        as they follow the current length or get wider.
     """
 
     bias_kind: ClassVar[str] = ""
     per_layer: ClassVar[bool] = False
+    late: ClassVar[bool] = False
 
     @property
     def max_length(self) -> int | None:

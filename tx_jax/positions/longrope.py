@@ -32,6 +32,7 @@ class Encoding(Rope):
       base, layout, fraction: as in `rope`.
     """
 
+    late = True
     factor: float = 4.0
     original: int = 4096
     short_factors: tuple[float, ...] | None = None

@@ -32,6 +32,7 @@ class Encoding(Rope):
       base, layout, fraction: as in `rope`.
     """
 
+    late = True
     trained: int = 2048
     factor: float = 2.0
     form: str = "code"

@@ -30,6 +30,7 @@ class Encoding(_base.Encoding):
     """
 
     per_layer = True
+    late = True
     width: int = 0
     base: float = 10000.0
 

@@ -51,6 +51,10 @@ class Encoding(Rope):
         check_number(self, "scale_base", above=0)
         check_switch(self, "centred")
 
+    @property
+    def late(self) -> bool:
+        return self.centred
+
     def frequency(self, width: int) -> np.ndarray:
         return frequencies(self.base, width)
 
