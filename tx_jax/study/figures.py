@@ -124,8 +124,12 @@ def _line(ax: Axes, points: Sequence[tuple[float, list[float]]], look: Look, arm
 
 def curves(series: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], *, name: str, title: str,
            x: Sequence[float], arms: Sequence[str], xlabel: str, ylabel: str, caption: str = "",
-           log_x: bool = False, log_y: bool = False) -> Figure:
-    """Whole curves (training loss by step): panel -> arm -> one curve per seed, mean and band."""
+           log_x: bool = False, log_y: bool = False, mark: float | None = None) -> Figure:
+    """Whole curves (training loss by step): panel -> arm -> one curve per seed, mean and band.
+
+    Args:
+      mark: x of a dotted vertical line (the training length).
+    """
     canvas, axes = _canvas(max(1, len(series)))
     known = looks(arms)
     for ax, (panel, by_arm) in zip(axes, series.items(), strict=False):
@@ -138,6 +142,8 @@ def curves(series: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], *, nam
             ax.fill_between(x, [s.mean if s.low is None else s.low for s in found],
                             [s.mean if s.high is None else s.high for s in found],
                             color=known[arm].color, alpha=0.14, lw=0)
+        if mark is not None:
+            ax.axvline(mark, color="#999999", lw=0.9, ls=":", zorder=1)
         _dress(ax, None, panel, xlabel, log_x, log_y)
     axes[0].set_ylabel(ylabel)
     return Figure(name, title, caption, _finish(canvas, axes, title))
