@@ -1,4 +1,8 @@
-"""Continue a text with a trained language model: `python launch.py --generate --run=DIR`."""
+"""Continue a text with a trained language model: `python launch.py --generate --run=DIR`.
+
+The text appears as it is made. Past the length that the model was trained on, or past the memory of
+the device, it says what will happen and goes on only with --past_limits.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -7,12 +11,16 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments._run import find_run, read_tokenizer, restore
+from experiments._run import Run, find_run, read_tokenizer, restore
 from tx_jax import models
+from tx_jax.cache import FORMATS
 from tx_jax.config import check, option
-from tx_jax.decode import Sampling, generate
+from tx_jax.decode import Sampling, stream
 from tx_jax.errors import UserError
+from tx_jax.models import DecoderLM
 from tx_jax.tokenizers import Tokenizer
+
+MOST = 200  # new tokens where none are asked for
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,13 @@ class Settings:
 
     run: str = option("", "working directory of a language_model run, or one of its cells/ID")
     prompt: str = option("", "the text to continue")
-    new_tokens: int = option(200, "tokens to add", low=1)
+    new_tokens: int = option(0, f"tokens to add; 0 = up to {MOST}, within the trained length",
+                             low=0)
     seed: int = option(0, "of the draws; the same seed gives the same text", low=0)
+    cache: str = option("model", "numbers of the cache: the model's dtype, or int8 with rounding",
+                        choices=FORMATS)
+    chunk: int = option(0, "tokens of the prompt read at a time; 0 = all", low=0)
+    past_limits: bool = option(False, "go on past the trained length or the device's memory")
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -30,10 +43,10 @@ class Settings:
 
 
 def continue_text(settings: Settings, console: Console) -> str:
-    """Print the prompt and its continuation, and return both.
+    """Print the prompt and its continuation as it comes, and return both.
 
     Raises:
-      UserError: the run, the prompt or a flag cannot be used.
+      UserError: the run, the prompt or a flag cannot be used, or a limit is passed unasked.
     """
     if not settings.run:
         raise UserError("--generate needs a trained model; add --run=DIR, the --workdir of a "
@@ -44,17 +57,44 @@ def continue_text(settings: Settings, console: Console) -> str:
     # Whichever implementation trained it, the best for this device decodes it.
     cfg = dataclasses.replace(found.model, attention="auto")
     model = models.build(cfg, tokenizer.vocab_size, found.context)
+    new_tokens = settings.new_tokens or max(1, min(MOST, found.context - len(ids)))
+    if beyond := _beyond(model, found, len(ids), new_tokens):
+        if not settings.past_limits:
+            raise UserError(f"{beyond}; ask for less, or add --past_limits to go on.")
+        console.print(f"note: {beyond}.", highlight=False)
     params = restore(found, model, console.print).state.params
-    new = generate(model, params, [ids], settings.new_tokens, settings.sampling,
-                   jax.random.key(settings.seed))[0]
-    if tokenizer.eos_id is not None and (ends := np.flatnonzero(new == tokenizer.eos_id)).size:
-        new = new[:ends[0]]
-    # Decoded together, as a character may lie across the seam.
-    text = tokenizer.decode(np.concatenate([ids, new]))
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    if len(ids) + len(new) > found.context:
-        console.print(f"note: the model was trained on {found.context} tokens in a row; what "
-                      f"follows token {found.context} lies beyond.", highlight=False)
+    pieces = stream(model, params, [ids], new_tokens, settings.sampling,
+                    jax.random.key(settings.seed), kind=settings.cache, chunk=settings.chunk,
+                    stop=tokenizer.eos_id)
+    return _show(pieces, ids, tokenizer, console)
+
+
+def _beyond(model: DecoderLM, found: Run, length: int, new_tokens: int) -> str:
+    """What happens past a limit, in words; "" within all of them."""
+    total = length + new_tokens
+    if total <= found.context:
+        return ""
+    return (f"{length} tokens of prompt and {new_tokens} new ones make {total}, but the model was "
+            f"trained on {found.context} in a row: positions beyond (scheme "
+            f"{model.cfg.positions}) are new to it and the text gets worse, see "
+            "--experiment=length_extrapolation")
+
+
+def _show(pieces, ids: np.ndarray, tokenizer: Tokenizer, console: Console) -> str:
+    """Print text piece by piece; a character whose bytes are not all there yet waits."""
+    shown, text = "", tokenizer.decode(ids)
+    for piece in pieces:
+        new = piece[0]
+        ends = np.flatnonzero(new == tokenizer.eos_id) if tokenizer.eos_id is not None else []
+        ids = np.concatenate([ids, new[:ends[0]] if len(ends) else new])
+        # Decoded together, as a character may lie across a seam.
+        text = tokenizer.decode(ids)
+        whole = text.rstrip("\ufffd")
+        console.print(whole[len(shown):], end="", highlight=False, markup=False, soft_wrap=True)
+        shown = whole
+        if len(ends):
+            break
+    console.print(text[len(shown):], highlight=False, markup=False, soft_wrap=True)
     return text
 
 

@@ -232,17 +232,24 @@ def test_a_wrong_sampling_is_one_sentence(options, words):
 
 @pytest.mark.slow
 def test_generate_from_a_run(trained, capsys):
-    flags = ["--generate", f"--run={trained}", "--prompt=the owl", "--new_tokens=40", "--top_k=5"]
+    flags = ["--generate", f"--run={trained}", "--prompt=the owl", "--new_tokens=40", "--top_k=5",
+             "--past_limits"]
     capsys.readouterr()
     assert launch.main(flags) == 0
     out = capsys.readouterr().out
-    assert out.startswith("the owl") and "note: the model was trained on 32 tokens" in out
-    assert launch.main(flags) == 0 and capsys.readouterr().out == out, "the same seed"
+    said, text = out.split("\n", 1)
+    assert said.startswith("note: 7 tokens of prompt and 40 new ones make 47, but the model was "
+                           "trained on 32 in a row") and text.startswith("the owl")
+    assert launch.main([*flags, "--chunk=3"]) == 0 and capsys.readouterr().out == out, "same seed"
     assert launch.main(["--generate", "--help"]) == 0 and "--min_p" in capsys.readouterr().out
+    assert launch.main([*flags[:3], "--cache=int8"]) == 0
+    out = capsys.readouterr().out
+    assert "note" not in out and len(out) <= 32 + 1, "by default as far as it was trained"
     for changed, words in (("--prompt=Zebra", "--prompt holds 'Z', 'b', 'r'"),
                            ("--prompt=", "--prompt is empty"), ("--run=/nowhere", "no checkpoint"),
                            ("--temperature=-1", "--temperature=-1.0 is too small"),
                            ("--topk=1", "did you mean 'top_k'"), ("--run=", "add --run=DIR"),
+                           ("--past_limits=false", "gets worse, see --experiment=length_extrapol"),
                            ("--temperature=0", "--top_k has no effect with --temperature=0"),
                            ("--generate=false", "--generate=false asks for nothing")):
         kept = [f for f in flags if f.split("=")[0] != changed.split("=")[0]]

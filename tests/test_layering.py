@@ -41,7 +41,8 @@ LIBRARIES = {
 # Rooms that may not import any other room, whatever its layer.
 ALONE = {"kernels_pallas"}
 # Scripts that run in a process of their own with an optional library; no module imports them.
-SCRIPTS = dict.fromkeys(("experiments._torch_gpt", "experiments._torch_attention"), "torch")
+SCRIPTS = dict.fromkeys(("experiments._torch_gpt", "experiments._torch_attention",
+                         "experiments._torch_llama"), "torch")
 MAX_FILE, MAX_FUNCTION = 400, 80
 
 

@@ -227,8 +227,9 @@ def stream(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_
     state, done = _begin(model, plan, weights, tokens, lengths, keys_B), 1
     yield check_numbers(state.token_B[:, None], 0)
     while done < new_tokens:
-        state, out_BT = _go_on(model, plan, every, weights, state, keys_B)
-        piece = check_numbers(out_BT, done)[:, :new_tokens - done]
+        most = min(every, new_tokens - done)
+        state, out_BT = _go_on(model, plan, every, weights, state, keys_B, most)
+        piece = check_numbers(out_BT[:, :most], done)
         yield piece
         done += piece.shape[1]
         if stop is not None and (piece[:, -1] == stop).all() and done < new_tokens:
@@ -262,14 +263,14 @@ def _start(model, plan, params, tokens_BT, lengths_B, keys_B) -> State:
     return _draw(plan, logits_BV, keys_B, cache, jnp.zeros((B,), bool), seen_BV, jnp.int32(0))
 
 
-def _loop(model, plan, n, params, state, keys_B) -> tuple[State, jax.Array]:
-    """Up to n more tokens, int32 [B, n]; fewer are drawn when every row is done."""
+def _loop(model, plan, n, params, state, keys_B, most) -> tuple[State, jax.Array]:
+    """`most` of up to n more tokens, int32 [B, n]; fewer are drawn when every row is done."""
     filler = 0 if plan.stop is None else plan.stop
     out_BT = jnp.full((state.token_B.shape[0], n), filler, jnp.int32)
 
     def unfinished(carry):
         i, state, _ = carry
-        return (i < n) & ~jnp.all(state.done_B)
+        return (i < most) & ~jnp.all(state.done_B)
 
     def step(carry):
         i, state, out_BT = carry
@@ -286,7 +287,8 @@ def run_loop(model: DecoderLM, plan: Plan, params: Any, tokens_BT: jax.Array, le
              keys_B: jax.Array | None) -> jax.Array:
     """The compiled part of `generate`: prefill, then a loop on the device, [B, new_tokens]."""
     state = _start(model, plan, params, tokens_BT, lengths_B, keys_B)
-    _, rest_BT = _loop(model, plan, plan.new_tokens - 1, params, state, keys_B)
+    n = plan.new_tokens - 1
+    _, rest_BT = _loop(model, plan, n, params, state, keys_B, n)
     return jnp.concatenate([state.token_B[:, None], rest_BT], axis=1)
 
 
