@@ -121,7 +121,7 @@ def prompt(keys_BN: jax.Array, values_BN: jax.Array, query_B: jax.Array, vocab: 
 
 
 def moved(x_BN: jax.Array, depth: jax.Array | int) -> jax.Array:
-    """The first column moved to column `depth`, which may be traced; the others keep their order."""
+    """The first column moved to column `depth`, traced or not; the others keep their order."""
     column_N = jnp.arange(x_BN.shape[1], dtype=jnp.int32)
     before_N = jnp.where(column_N == depth, 0, column_N)
     return x_BN[:, jnp.where(column_N < depth, column_N + 1, before_N)]

@@ -29,6 +29,7 @@ import numpy as np
 from experiments import _needles
 from experiments._kernel import kernel_name, shape
 from experiments._lost_report import make_report
+from tx_jax import models
 from tx_jax.attention import source_hash
 from tx_jax.config import ModelConfig, OptimConfig, check, option
 from tx_jax.errors import UserError, nearest
@@ -85,14 +86,17 @@ class Settings:
         if self.steps % self.every:
             raise UserError(f"--steps={self.steps} is not a multiple of --every={self.every}; "
                             "change one of them.")
+        for n in self.items:
+            fewest = min((n, self.depths), *((m, 5) for m in others(self, n)),
+                         key=lambda pair: pair[0] - pair[1])
+            if fewest[0] < fewest[1]:
+                raise UserError(f"{fewest[0]} items have no {fewest[1]} depths to put the needle "
+                                "at; raise --items or --factors, or lower --depths.")
         most = max(longest(self, n) for n in self.items)
         if most >= self.vocab:
             raise UserError(f"a prompt of {most} items and one left out needs more than --vocab="
                             f"{self.vocab} different keys; raise --vocab or lower --items or "
                             "--factors.")
-        for arm in self.arms:
-            for n in self.items:
-                task(self, arm, n).build(n)  # refuses what cannot run
 
 
 def others(settings: Settings, items: int) -> tuple[int, ...]:
@@ -114,6 +118,16 @@ def task(settings: Settings, arm: str, items: int) -> _needles.Task:
     optim = OptimConfig(weight_decay=0.0, floor=0.0)
     return _needles.Task(model, optim, settings.vocab, items, longest(settings, items),
                          settings.batch, settings.steps, layout)
+
+
+def refuse(settings: Settings) -> None:
+    """Raises UserError for an arm that cannot read the longest prompt."""
+    for arm in settings.arms:
+        n = max(settings.items)
+        model = task(settings, arm, n).build(longest(settings, n))
+        tokens_BT = jnp.zeros((1, model.context), jnp.int32)
+        jax.eval_shape(lambda model=model, tokens_BT=tokens_BT: models.apply(
+            model, models.init(model, jax.random.key(0)), tokens_BT))
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -190,8 +204,8 @@ def report(settings: Settings, rows: list[dict[str, Any]]):
 
 # One replica per core: the fastest on 2 cores, and "auto" would compile everything twice.
 SMALL = {"strategy": "queue"}
-SMOKE = SMALL | {"seeds": 2, "arms": ("rope", "alibi"), "items": (6,), "steps": 10, "every": 5,
-         "batch": 8, "prompts": 16, "depths": 5, "vocab": 16, "d_model": 16, "d_ff": 16}
+SMOKE = SMALL | {"seeds": 2, "arms": ("rope", "alibi"), "items": (10,), "steps": 10, "every": 5,
+         "batch": 8, "prompts": 16, "depths": 5, "vocab": 32, "d_model": 16, "d_ff": 16}
 FULL = {"arms": ("rope", "alibi", "none", "learned", "sinusoidal", "t5", "kerple", "fire", "cope",
                  "xpos", "transformer_xl", "query_first", "prefix"),
         "items": (24, 64, 256), "lrs": (3e-4, 1e-3, 3e-3, 1e-2), "steps": 5000, "every": 500,
@@ -201,5 +215,5 @@ FULL = {"arms": ("rope", "alibi", "none", "learned", "sinusoidal", "t5", "kerple
 STUDY = Study(
     name="lost_in_the_middle", title="Lost in the middle", settings=Settings,
     presets={"smoke": SMOKE, "small": SMALL, "full": FULL}, cells=cells, run=run, report=report,
-    group=group, files=tuple(Path(__file__).parent / name for name in
+    group=group, check=refuse, files=tuple(Path(__file__).parent / name for name in
                              ("lost_in_the_middle.py", "_needles.py")))
