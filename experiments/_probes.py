@@ -6,12 +6,12 @@ A row is BEGIN, prompt, SEPARATOR, question, answer, END; the length n of a row 
   reverse   n symbols                   -> the same from the last to the first
   passkey   n symbols, and somewhere between them KEY and three more; KEY is asked -> the three
   recall    n pairs of key and value; one of the keys is asked -> its value
-  addition  two numbers of n digits     -> n + 1 digits of their sum, the lowest first (Lee et al.
-            2023, section 3, "reverse"), zeros kept (Zhou et al. 2024, section 3)
+  addition  two numbers of n digits     -> n + 1 digits of their sum, the lowest first: this order
+            is learned, the usual one hardly (Lee et al. 2023; Zhou et al. 2024)
 
-Copy, reverse and addition are tasks of Kazemnejad et al. 2023 (table 1), with tokens in place of
-words. Symbols may repeat within a row, so that looking one token back does not always find the
-place. Only the answer and END are targets.
+Copy, reverse and addition are tasks of Kazemnejad et al. 2023, with tokens in place of words.
+Symbols may repeat within a row, so that looking one token back does not always find the place.
+Only the answer and END are targets.
 """
 
 from collections.abc import Callable

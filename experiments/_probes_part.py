@@ -1,116 +1,62 @@
-"""The part `probes` of the length study: its flags, its cells, and what running them means.
+"""The part `probes` of the length study: its cells, and what running them means."""
 
-Learning rates of the preset small: see `Probes.lrs`.
-"""
-
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _probe_training, _probes
-from experiments._kernel import kernel_name, shape
-from tx_jax.config import ModelConfig, OptimConfig, check, option
-from tx_jax.errors import UserError, nearest
-from tx_jax.positions import make_encoding
+from experiments import _probe_training
+from experiments._extrapolation_schemes import kernel_of
+from experiments._extrapolation_settings import STUDY, Settings
+from experiments._probes_settings import CHUNKS, Probes, row_size
+from tx_jax.attention import source_hash
+from tx_jax.config import OptimConfig
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context
 from tx_jax.study.ledger import Measured
 from tx_jax.study.replicas import run_replicas
 
 PART = "probes"
-CHUNKS = 20  # records of a run
+OPTIM = OptimConfig(weight_decay=0.05, warmup=0.06)  # Kazemnejad et al. 2023
 
 
-@dataclass(frozen=True)
-class Probes:
-    """Part `probes`: algorithmic tasks beyond the lengths of training."""
-
-    tasks: tuple[str, ...] = option(("reverse", "recall"), f"tasks: {', '.join(_probes.TASKS)}")
-    arms: tuple[str, ...] = option(("none", "t5", "alibi", "rope", "sinusoidal"),
-                                   "position schemes, as in --model.positions")
-    train_length: int = option(8, "L: training lengths are uniform in 1 .. L", low=1)
-    test_lengths: tuple[int, ...] = option((4, 8, 10, 12, 16, 20), "lengths of the tests; some "
-                                           "within the training lengths and some beyond", low=1)
-    test_rows: int = option(200, "prompts per test length", low=1)
-    symbols: int = option(40, "symbols of the alphabet; recall needs twice the longest test",
-                          low=10, high=127 - _probes.FIRST)
-    lrs: tuple[float, ...] = option((3e-3,), "learning rates", low=0.0)
-    seeds: int = option(3, "seeds", low=1)
-    steps: int = option(800, f"optimizer steps; a multiple of {CHUNKS}", low=CHUNKS,
-                        multiple_of=CHUNKS)
-    batch: int = option(32, "rows per step", low=1)
-    layers: int = option(2, "blocks", low=1)
-    d_model: int = option(64, "width", low=1)
-    heads: int = option(2, "heads", low=1)
-
-    def __post_init__(self) -> None:
-        check(self, PART)
-        for name in self.tasks:
-            if name not in _probes.TASKS:
-                raise UserError(f"--probes.tasks names '{name}', which is unknown"
-                                f"{nearest(name, _probes.TASKS)}")
-        for arm in self.arms:
-            make_encoding(arm)
-        inside = [n for n in self.test_lengths if n <= self.train_length]
-        if not inside or len(inside) == len(self.test_lengths):
-            raise UserError(f"--probes.test_lengths={','.join(map(str, self.test_lengths))} lie all"
-                            f" on one side of --probes.train_length={self.train_length}; give some "
-                            "up to it and some beyond.")
-        longest = max(self.test_lengths)
-        if "recall" in self.tasks and self.symbols < 2 * longest:
-            raise UserError(f"--probes.symbols={self.symbols} has not enough keys for recall with "
-                            f"{longest} pairs; make it {2 * longest} or drop a test length.")
-
-    def model(self, arm: str, attention: str) -> ModelConfig:
-        """The architecture of an arm; few layers compile and run faster unrolled."""
-        return ModelConfig(layers=self.layers, d_model=self.d_model, heads=self.heads,
-                           positions=arm, attention=attention, scan=self.layers > 4)
-
-    def size(self, task: str) -> int:
-        """Tokens of a training row: tasks of nearly equal size share a program."""
-        return -(-(_probes.width(task, self.train_length) - 1) // 8) * 8 + 1
-
-    @property
-    def context(self) -> int:
-        """Tokens of the longest test row of any task, whichever are chosen."""
-        return max(_probes.width(task, max(self.test_lengths)) for task in _probes.TASKS)
-
-
-def cells(probes: Probes, study: str, own: dict[str, Any]) -> list[Cell]:
-    """Every task, scheme, learning rate and seed; `own`: further settings that decide results."""
+def cells(settings: Settings) -> list[Cell]:
+    """Every task, scheme, learning rate and seed."""
+    probes = settings.probes
+    own = {"attention": settings.attention, "attention_code": source_hash(settings.attention)}
     fields = ("train_length", "test_lengths", "test_rows", "symbols", "steps", "batch", "layers",
               "d_model", "heads")
     text = canonical(own | {name: getattr(probes, name) for name in fields})
-    return [Cell(study, PART, arm, (("task", task), ("lr", lr)), seed, text)
+    return [Cell(STUDY, PART, arm, (("task", task), ("lr", lr)), seed, text)
             for task in probes.tasks for lr in probes.lrs for arm in probes.arms
             for seed in range(probes.seeds)]
 
 
-def group(probes_size: int, cell: Cell) -> tuple[Any, ...]:
-    """Cells that train as one program."""
-    return PART, cell.arm, probes_size
+def group(cell: Cell) -> tuple[Any, ...]:
+    """Cells that train as one program: the same scheme and rows of the same size."""
+    length = json.loads(cell.settings)["train_length"]
+    return PART, cell.arm, row_size(cell.axis["task"], length)
 
 
-def run(probes: Probes, members: list[Cell], context: Context, *, attention: str, strategy: str
+def run(settings: Settings, members: list[Cell], context: Context
         ) -> Iterator[tuple[Cell, Measured]]:
     """Train the cells of one scheme side by side and test each at every length."""
-    task = _probe_training.Task(
-        probes.model(members[0].arm, attention), OptimConfig(weight_decay=0.05, warmup=0.06),
-        probes.symbols, probes.context, probes.steps)
+    probes, strategy = settings.probes, settings.strategy
+    task = _probe_training.Task(probes.model(members[0].arm, settings.attention), OPTIM,
+                                probes.symbols, probes.context, probes.steps)
     replicas, shared = _inputs(probes, members)
-    key = PART
     if strategy == "auto":
         strategy = (context.recorded.get("strategy") if context.recorded else
-                    context.strategies.get(key)) or "auto"
+                    context.strategies.get(PART)) or "auto"
     result = run_replicas(_probe_training.program(task, probes.steps // CHUNKS), replicas, shared,
                           CHUNKS, strategy=strategy, cache=context.cache,
                           progress=lambda done: context.advance(done / CHUNKS))
-    context.strategies[key] = result.strategy
-    kernel = _kernel(probes, attention, max(probes.size(cell.axis["task"]) for cell in members))
+    context.strategies[PART] = result.strategy
+    length = row_size(members[0].axis["task"], probes.train_length) - 1
+    kernel = kernel_of(settings, task.model, probes.batch, length)
     for r, cell in enumerate(members):
         params = jax.tree.map(lambda x, r=r: jnp.asarray(x[r]), result.carries.params)
         tests = _probe_training.test_rows(cell.axis["task"], probes.symbols, probes.context,
@@ -127,7 +73,7 @@ def run(probes: Probes, members: list[Cell], context: Context, *, attention: str
 def _inputs(probes: Probes, members: list[Cell]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What differs between replicas, and the batches of all; equal seeds share keys and batches."""
     streams = sorted({(cell.axis["task"], cell.seed) for cell in members})
-    size = max(probes.size(task) for task, _ in streams)
+    size = row_size(streams[0][0], probes.train_length)
     drawn = [_probe_training.training_rows(task, probes.symbols, size, probes.train_length,
                                            probes.steps, probes.batch, seed)
              for task, seed in streams]
@@ -151,9 +97,3 @@ def _metrics(probes: Probes, right_C: np.ndarray, loss: np.ndarray, fresh: np.nd
             "solved": float(right_C[inside].min() >= 0.95),
             "steps_to_90": float(reached[0] * stride) if reached.size else float("inf"),
             "final_loss": float(nats[-stride:].mean()), "curve": curve.round(4).tolist()}
-
-
-def _kernel(probes: Probes, attention: str, length: int) -> str:
-    """The attention implementation that trains these shapes."""
-    q = shape(probes.batch, length - 1, probes.heads, probes.d_model // probes.heads)
-    return kernel_name(attention, q, q, q, mask="causal")

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _probe_training, _probes, _probes_part, _probes_report
+import launch
+from experiments import _probe_training, _probes, _probes_report
 from experiments._probes import BEGIN, END, FIRST, KEY, PASSKEY, PLUS, SEPARATOR, TASKS
+from experiments._probes_settings import Probes
 from tests.helpers import make_params
 from tx_jax import decode, models
 from tx_jax.config import ModelConfig
@@ -142,6 +144,7 @@ def test_exact_match_is_that_of_free_running_decoding():
 def row(task, arm, seed, exact, lr=0.003):
     within = [v for n, v in exact.items() if int(n) <= 8]
     beyond = [v for n, v in exact.items() if int(n) > 8]
+    exact = dict(sorted(exact.items()))  # as words: what a ledger does to keys
     metrics = {"exact": exact, "within": float(np.mean(within)), "beyond": float(np.mean(beyond)),
                "solved": float(min(within) >= 0.95), "steps_to_90": 100.0, "final_loss": 0.1,
                "curve": [0.0, 1.0]}
@@ -174,11 +177,13 @@ def test_the_claims_follow_the_rows():
     rows = grid({"none": 0.9, "t5": 0.7, "alibi": 0.4, "rope": 0.1, "sinusoidal": 0.0})
     arms = ("none", "t5", "alibi", "rope", "sinusoidal")
     claims, found, drawn = _probes_report.make_probes(rows, 8, arms, 800)
-    assert all(c.comparison.difference > 0 and c.expected == "higher" for c in claims)
+    assert all(c.comparison.difference > 0 for c in claims if c.expected == "higher")
+    at_once = {c.text[6:10]: c.comparison for c in claims if "fails at once" in c.text}
+    assert at_once["rope"].low > 0.05 and at_once["sinu"].high < 0.05
     assert any("copy: none extrapolates further than rope" in c.text and "4/4 and 4/4" in c.text
                for c in claims)
     text = found[0].markdown()
-    assert "n=16 (beyond)" in text and "n=8 |" in text and "4/4 [0.51, 1.00]" in text
+    assert "n=8 | n=16 (beyond) | n=24 (beyond)" in text and "4/4 [0.51, 1.00]" in text
     assert "| none | 1 ± 0 | 0.69 |" in found[1].markdown()
     assert drawn[0].png[:4] == b"\x89PNG"
 
@@ -201,10 +206,29 @@ def test_the_learning_rate_is_not_chosen_by_what_is_compared():
 @pytest.mark.parametrize(("given", "words"), [
     ({"tasks": ("coppy",)}, "did you mean 'copy'"),
     ({"arms": ("ropes",)}, "did you mean 'rope'"),
-    ({"test_lengths": (2, 4)}, "on one side of --probes.train_length=8"),
+    ({"test_lengths": (2, 4)}, "on one side of --probes.train_length=6"),
+    ({"heads": 3}, "--probes.d_model=32 is not divisible by --probes.heads=3"),
     ({"test_lengths": (12, 16)}, "give some up to it and some beyond"),
-    ({"tasks": ("recall",), "test_lengths": (8, 21)}, "not enough keys for recall with 21 pairs"),
+    ({"tasks": ("recall",), "test_lengths": (5, 25)}, "not enough keys for recall with 25 pairs"),
 ])
 def test_a_mistake_is_one_sentence(given, words):
     with pytest.raises(UserError, match=words):
-        _probes_part.Probes(**given)
+        Probes(**given)
+
+
+TINY = ["--experiment=length_extrapolation", "--preset=smoke", "--parts=probes", "--cpu_devices=8",
+        "--probes.tasks=passkey", "--probes.arms=none,learned", "--probes.layers=1",
+        "--probes.d_model=8", "--probes.heads=1", "--probes.train_length=2", "--probes.steps=20",
+        "--probes.test_lengths=2,3", "--probes.test_rows=8", "--probes.batch=4",
+        "--probes.seeds=2", "--strategy=queue"]
+
+
+@pytest.mark.slow
+def test_from_flag_to_report_and_again(capsys, tmp_path):
+    flags = [*TINY, f"--workdir={tmp_path / 'run'}"]
+    assert launch.main(flags) == 0
+    assert "4 cells, 0 finished before, 4 to run" in capsys.readouterr().out
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert "trained on lengths 1 to 2" in table and "n=3 (beyond)" in table
+    assert launch.main([*flags, "--table"]) == 0
+    assert (tmp_path / "run" / "table.md").read_text() == table
