@@ -1,11 +1,33 @@
-"""How long a text may get: what a position scheme knows, what the model was trained on, what fits.
+"""How long a text may get: what the positions know, what the model was trained on, what fits.
+
+Closed forms for the bytes and operations of decoding, on integers alone, so that they hold for
+models and devices that are not here. L layers, K key heads, N query heads, H their width, D width,
+F hidden, V vocabulary, B rows, S places of the cache, T tokens read at a time.
 """
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 
+from tx_jax import models
+from tx_jax.attention._contract import SMALL
+from tx_jax.cache import FORMATS, ring_width
+from tx_jax.config import ModelConfig
+from tx_jax.errors import UserError, nearest
+from tx_jax.layers import GATED
 from tx_jax.letters import letters_of, sizes
+from tx_jax.masks import parse_mask
 from tx_jax.models import DecoderLM
 from tx_jax.positions import make_encoding
+
+# Bytes by the vendors' data sheets, which count in 10^9 (NVIDIA: H200, H100 SXM, A100 SXM, L4,
+# GeForce RTX 4090). What JAX may use of it is less: by default it reserves three quarters.
+DEVICES = {"H200": 141 * 10**9, "H100": 80 * 10**9, "A100-80": 80 * 10**9, "A100-40": 40 * 10**9,
+           "L4": 24 * 10**9, "RTX-4090": 24 * 10**9}
+CHUNK = 512  # tokens of a prompt that a prediction reads at a time, where nothing else is said
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def max_length(model: DecoderLM) -> int | None:
@@ -16,3 +38,215 @@ def max_length(model: DecoderLM) -> int | None:
     limits = [leaf.shape[letters_of(name).index("T")] for name, leaf in tables.items()
               if "T" in letters_of(name)]
     return min([*limits, *filter(None, [encoding.max_length])], default=None)
+
+
+def places(cfg: ModelConfig, size: int) -> int:
+    """S of a cache for texts of `size` tokens: as many, or the window of a ring."""
+    return min(size, ring_width(parse_mask(cfg.mask)) or size)
+
+
+def cache_bytes(cfg: ModelConfig, batch: int, size: int, kind: str = "model") -> int:
+    """Bytes of keys and values, 2 L K H S B times the bytes of a number.
+
+    An int8 cache holds a byte for a number and a scale in float32 for each H of them.
+
+    Raises:
+      UserError: unknown kind.
+    """
+    if kind not in FORMATS:
+        raise UserError(f"a cache of kind {kind!r} is unknown; choose from {', '.join(FORMATS)}.")
+    head = cfg.head_width + 4 if kind == "int8" else cfg.head_width * _BYTES[cfg.dtype]
+    return 2 * cfg.layers * cfg.groups * head * places(cfg, size) * batch
+
+
+def weight_bytes(model: DecoderLM) -> int:
+    """Bytes of the weights that decoding reads (`decode.unstack`).
+
+    Matrices are in the dtype of the model, the rest in float32; a tied head is held twice, [V, D]
+    for looking tokens up and [D, V] for the logits.
+    """
+    cfg, width = model.cfg, _BYTES[model.cfg.dtype]
+    params = jax.eval_shape(lambda: models.init(model, jax.random.key(0)))
+    total = width * model.vocab * cfg.d_model if cfg.embeddings == "tied" else 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        *above, name = [step.key for step in path]
+        matrix = name in ("embed_VD", "head_DV") or above[-1] in ("attention", "mlp")
+        total += leaf.size * (width if matrix else 4)
+    return total
+
+
+def products(model: DecoderLM) -> int:
+    """N, the weights that every token is multiplied by: matrices of the layers and the head."""
+    cfg = model.cfg
+    attention = 2 * cfg.d_model * (cfg.heads + cfg.groups) * cfg.head_width
+    return (cfg.layers * (attention + _matrices(cfg) * cfg.d_model * cfg.hidden)
+            + cfg.d_model * model.vocab)
+
+
+def flops_per_token(model: DecoderLM, n: int, *, cached: bool = True) -> int:
+    """Operations for the next token of a text of `n` tokens, two for a product and its sum.
+
+    With a cache 2 N + 4 L d S, d = N H the width of all heads and S the places of the cache;
+    without, the whole text again: 2 N n + 4 L d n^2, the masked half included. Norms, softmax and
+    non-linearities come on top.
+    """
+    cfg = model.cfg
+    keys = 4 * cfg.layers * cfg.heads * cfg.head_width
+    if cached:
+        return 2 * products(model) + keys * places(cfg, n)
+    return 2 * products(model) * n + keys * n * n
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a generation: weights, cache, and the most that anything in between takes."""
+
+    weights: int
+    cache: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.cache + self.work
+
+
+def predict(model: DecoderLM, batch: int, size: int, kind: str = "model", chunk: int = CHUNK
+            ) -> Memory:
+    """What a generation takes (`decode.generate`).
+
+    Weights and cache are exact; what lies in between is an estimate of what the compiler plans for
+    the read of a chunk or for a step, whichever is more.
+
+    Args:
+      batch, size: rows, and tokens of each, prompt and new ones together.
+      chunk: tokens of the prompt read at a time; 0 = all, and the prompt then has `size` tokens.
+    """
+    _check(batch=batch, size=size)
+    return Memory(weight_bytes(model), cache_bytes(model.cfg, batch, size, kind),
+                  work_bytes(model, batch, size, kind, chunk))
+
+
+def work_bytes(model: DecoderLM, batch: int, size: int, kind: str, chunk: int) -> int:
+    """The estimate of `predict` of what is neither weights nor cache.
+
+    Activations are in the dtype of the model, logits of attention in float32.
+    """
+    cfg, S, T = model.cfg, places(model.cfg, size), min(chunk or size, size)
+    width, ring = _BYTES[cfg.dtype], S < size
+    logits = batch * cfg.heads * T * (S + T if ring else S)
+    layer = 2 * batch * cfg.groups * cfg.head_width  # keys and values of one place
+    hidden = max(_matrices(cfg) * cfg.hidden, 2 * (cfg.heads + cfg.groups) * cfg.head_width)
+    read = batch * T * (2 * cfg.d_model + hidden) * width
+    if ring:  # old and new ones side by side, in the order of places and of tokens
+        read += 2 * layer * (S + T) * 4
+    elif cfg.attention == "reference" or cfg.attention == "auto" and logits <= SMALL:
+        read += layer * S * 4 + 2 * logits * 4
+    elif kind == "int8":  # as numbers of the model
+        read += layer * S * 4
+    elif T == size:  # zeros that later layers start from
+        read += layer * S * width // 2
+    step = 4 * batch * cfg.heads * S * 4  # logits and weights, before and after the mask
+    return max(read, step) + 4 * batch * (2 * model.vocab + 2 * size)
+
+
+def _matrices(cfg: ModelConfig) -> int:
+    """Matrices of an MLP."""
+    return 0 if cfg.mlp == "none" else 3 if cfg.mlp in GATED else 2
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The most that fits, and what else bounds it.
+
+    Attributes:
+      holds: tokens of a row (`largest_context`) or rows (`largest_batch`); 0: not even one.
+      size: tokens of a row.
+      defined: positions that the scheme defines; None = all.
+      trained: the context that the model was trained on.
+    """
+
+    holds: int
+    what: str
+    size: int
+    defined: int | None
+    trained: int
+
+    @property
+    def bound(self) -> str:
+        """What ends a text first: "hardware", "positions", or "training"."""
+        if not self.holds:
+            return "hardware"
+        limits = {"hardware": self.size, "positions": self.defined or self.size + 1,
+                  "training": self.trained}
+        return min(limits, key=lambda name: (limits[name], list(limits).index(name)))
+
+    def __str__(self) -> str:
+        if not self.holds:
+            return f"the hardware does not hold a single {self.what}"
+        defined = "any position" if self.defined is None else f"{self.defined} positions"
+        rows = f" of {self.size} tokens" if self.what == "row" else ""
+        return (f"the hardware holds {self.holds} {self.what}s{rows}, the position scheme defines "
+                f"{defined}, the model was trained on {self.trained} tokens")
+
+
+def largest_context(model: DecoderLM, device_bytes: int, batch: int = 1, kind: str = "model",
+                    chunk: int = CHUNK) -> Fit:
+    """The longest texts, prompt and new tokens together, of which `batch` fit into memory.
+
+    Under a window the cache stops growing, so that the answer is what tokens alone take.
+
+    Raises:
+      UserError: a number below 1.
+    """
+    _check(device_bytes=device_bytes, batch=batch)
+    weights = weight_bytes(model)
+    most = _most(lambda n: weights + cache_bytes(model.cfg, batch, n, kind)
+                 + work_bytes(model, batch, n, kind, chunk) <= device_bytes)
+    return Fit(most, "token", most, max_length(model), model.context)
+
+
+def largest_batch(model: DecoderLM, device_bytes: int, size: int, kind: str = "model",
+                  chunk: int = CHUNK) -> Fit:
+    """The most texts of `size` tokens that fit into memory together.
+
+    Raises:
+      UserError: a number below 1.
+    """
+    _check(device_bytes=device_bytes, size=size)
+    weights = weight_bytes(model)
+    most = _most(lambda n: weights + cache_bytes(model.cfg, n, size, kind)
+                 + work_bytes(model, n, size, kind, chunk) <= device_bytes)
+    return Fit(most, "row", size, max_length(model), model.context)
+
+
+def device_bytes(name: str) -> int:
+    """Memory of a device of the table, or of "this" machine's first: what JAX may use of a GPU, or
+    all that a CPU has.
+
+    Raises:
+      UserError: unknown name.
+    """
+    if name != "this":
+        if name not in DEVICES:
+            raise UserError(f"the device '{name}' is unknown{nearest(name, ['this', *DEVICES])}")
+        return DEVICES[name]
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _most(fits: Callable[[int], bool], most: int = 2**50) -> int:
+    """The largest n up to `most` with fits(n), which is true up to some n; 0 if there is none."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"{name}={value!r} must be a whole number of at least 1.")
