@@ -10,7 +10,7 @@ import pytest
 import launch
 from tests.helpers import make_params
 from tests.test_positions_attention import LENGTH_DEPENDENT, SCHEMES
-from tx_jax import decode, models, plugins
+from tx_jax import attention, decode, models, plugins
 from tx_jax.config import ModelConfig
 from tx_jax.decode import (
     Sampling,
@@ -22,6 +22,7 @@ from tx_jax.decode import (
     sample,
 )
 from tx_jax.errors import UserError
+from tx_jax.positions import make_encoding
 
 V, T, START, SIZE = 11, 8, 5, 10
 CFG = ModelConfig(layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
@@ -54,28 +55,50 @@ def cached(model, params, tokens_BT, start=START):
     return jnp.concatenate([first_BTV, jnp.moveaxis(rest_TBV, 0, 1)], axis=1), cache
 
 
-def compare(rows=2, **options):
-    model, params = make(**options)
+def compare(rows=2, implementations=("auto",), **options):
+    """Cached logits under these implementations against one full pass of the reference."""
+    model, params = make(attention="reference", **options)
+    ways = [models.build(dataclasses.replace(model.cfg, attention=name), V, SIZE)
+            for name in implementations]
     tokens_BT = tokens(rows)
-    full, (steps, cache) = jax.jit(lambda p, t: (models.apply(model, p, t)[0], cached(model, p, t))
-                                   )(params, tokens_BT)
-    assert cache.length_B.tolist() == [T] * rows
-    np.testing.assert_allclose(steps, full, atol=2e-5, rtol=2e-5)
+    full, found = jax.jit(lambda p, t: (models.apply(model, p, t)[0],
+                                        [cached(way, p, t) for way in ways]))(params, tokens_BT)
+    for name, (steps, cache) in zip(implementations, found, strict=True):
+        assert cache.length_B.tolist() == [T] * rows
+        np.testing.assert_allclose(steps, full, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
 MASKS = ("causal", "causal & window(4)", "causal | prefix(3)")
-PAIRS = [(scheme, mask, implementation) for scheme in sorted(set(SCHEMES) - LENGTH_DEPENDENT)
-         for mask in MASKS for implementation in ("reference", "blockwise")]
-# Compiling takes a second or two each: of every scheme one, so that masks and implementations vary.
-QUICK = [PAIRS[6 * i + i % 6] for i in range(len(PAIRS) // 6)
-         if PAIRS[6 * i][0] in {*plugins.names("tx_jax.positions"), "fire"}]
+EXACT = sorted(set(SCHEMES) - LENGTH_DEPENDENT)
+# Compiling takes a second or two each: of every scheme one, of two layers; all pairs have one.
+QUICK = {scheme: (MASKS[i % 3], ("auto", "reference", "blockwise")[i // 3 % 3])
+         for i, scheme in enumerate(EXACT) if scheme in {*plugins.names("tx_jax.positions"),
+                                                         "fire"}}
 
 
-@pytest.mark.parametrize(("scheme", "mask", "implementation"), [
-    pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in PAIRS])
-def test_cached_logits_equal_the_full_pass(scheme, mask, implementation):
-    """K2: at every position of the prompt and of the steps."""
-    compare(positions=SCHEMES[scheme], attention=implementation, mask=mask, mlp="none", norm="none")
+def does(name, scheme):
+    """Whether an implementation runs on this machine and takes the bias of a scheme."""
+    can, kind = attention.implementations()[name], make_encoding(SCHEMES[scheme]).bias_kind
+    return can.platforms is None and can.key_lengths and (
+        can.row_bias if kind == "rows" else can.pair_bias or not kind)
+
+
+@pytest.mark.parametrize("scheme", QUICK)
+def test_cached_logits_equal_the_full_pass(scheme):
+    """K2: at every position of the prompt and of the steps; the slow set has all pairs."""
+    mask, name = QUICK[scheme]
+    compare(implementations=(name,), positions=SCHEMES[scheme], mask=mask, mlp="none", norm="none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scheme", EXACT)
+def test_every_implementation_decodes_every_scheme_and_mask(scheme, mask):
+    names = [name for name in attention.implementations() if does(name, scheme)]
+    assert {"reference", "blockwise", "decode"} - ({"blockwise"} if scheme == "cope" else set()
+                                                   ) <= set(names)
+    compare(implementations=names, layers=1, positions=SCHEMES[scheme], mask=mask, mlp="none",
+            norm="none")
 
 
 @pytest.mark.parametrize("options", [

@@ -126,7 +126,7 @@ class View:
       mask: over the keys of `extend`, with `start` the index of the first query among them.
       k_positions_BS: positions of those keys, those that do not exist yet among them.
       order_BS: places in the order of their tokens, where new tokens are put behind the old ones
-        instead of among them (several at once into a ring, some of which replace what others see).
+        instead of among them: several at once into a ring, some of which replace what others see.
       length_B: tokens of each row, the new ones included.
     """
 
@@ -152,8 +152,13 @@ def _rows(new: Held) -> tuple[jax.Array, jax.Array]:
     return jnp.swapaxes(new.x_BKSH, 1, 2), jnp.swapaxes(new.scale_BKS1, 1, 2)
 
 
-def view_of(cache: Cache, rule: Rule, positions_BT: jax.Array, lengths_B: jax.Array) -> View:
-    """How tokens at `positions_BT`, of which the first `lengths_B` are text, meet a cache."""
+def view_of(cache: Cache, rule: Rule, positions_BT: jax.Array, lengths_B: jax.Array,
+            ordered: bool = False) -> View:
+    """How tokens at `positions_BT`, of which the first `lengths_B` are text, meet a cache.
+
+    Args:
+      ordered: whether keys must come in the order of their tokens, not only with their positions.
+    """
     (T, S), length_B = (positions_BT.shape[1], cache.places), cache.length_B + lengths_B
     is_text_BT = jnp.arange(T)[None] < lengths_B[:, None]
     if not cache.ring:
@@ -163,7 +168,7 @@ def view_of(cache: Cache, rule: Rule, positions_BT: jax.Array, lengths_B: jax.Ar
     # Of more tokens than places the last ones stay.
     stays_BT = is_text_BT & (positions_BT >= length_B[:, None] - S)
     place_BT = jnp.where(stays_BT, positions_BT % S, S)
-    if T == 1:
+    if T == 1 and not ordered:
         # The token at place s is the latest whose position is s modulo S.
         back_BS = (positions_BT - jnp.arange(S, dtype=jnp.int32)[None]) % S
         k_positions_BS, order_BS, start = positions_BT - back_BS, None, None

@@ -109,7 +109,8 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
                          positions_BT)
     x_BTD = jnp.where((positions_BT < cache.size)[..., None], x_BTD,
                       jnp.asarray(jnp.nan, x_BTD.dtype))
-    view = view_of(cache, parse_mask(cfg.mask), positions_BT, lengths_B)
+    view = view_of(cache, parse_mask(cfg.mask), positions_BT, lengths_B,
+                   encoding.bias_kind == "rows")
     context = {"mask": view.mask, "scale": None, "positions": positions_BT, "view": view,
                "length": view.length_B, "start": view.start,
                "encoding": params.get("positions", {})}
