@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments._run import Run, find_run, read_tokenizer, restore
-from tx_jax import models
+from experiments._run import find_run, read_tokenizer, restore
+from tx_jax import limits, models
 from tx_jax.cache import FORMATS
 from tx_jax.config import check, option
 from tx_jax.decode import Sampling, stream
@@ -58,7 +58,7 @@ def continue_text(settings: Settings, console: Console) -> str:
     cfg = dataclasses.replace(found.model, attention="auto")
     model = models.build(cfg, tokenizer.vocab_size, found.context)
     new_tokens = settings.new_tokens or max(1, min(MOST, found.context - len(ids)))
-    if beyond := _beyond(model, found, len(ids), new_tokens):
+    if beyond := _beyond(model, settings, len(ids), new_tokens):
         if not settings.past_limits:
             raise UserError(f"{beyond}; ask for less, or add --past_limits to go on.")
         console.print(f"note: {beyond}.", highlight=False)
@@ -69,15 +69,24 @@ def continue_text(settings: Settings, console: Console) -> str:
     return _show(pieces, ids, tokenizer, console)
 
 
-def _beyond(model: DecoderLM, found: Run, length: int, new_tokens: int) -> str:
-    """What happens past a limit, in words; "" within all of them."""
-    total = length + new_tokens
-    if total <= found.context:
-        return ""
-    return (f"{length} tokens of prompt and {new_tokens} new ones make {total}, but the model was "
-            f"trained on {found.context} in a row: positions beyond (scheme "
-            f"{model.cfg.positions}) are new to it and the text gets worse, see "
-            "--experiment=length_extrapolation")
+def _beyond(model: DecoderLM, settings: Settings, length: int, new_tokens: int) -> str:
+    """What happens past the limits that this text passes, in words; "" within all of them."""
+    total, found = length + new_tokens, []
+    if total > model.context:
+        found.append(f"the model was trained on {model.context} in a row, so that later positions "
+                     f"({model.cfg.positions}) are new to it and the text gets worse, see "
+                     "--experiment=length_extrapolation")
+    need = limits.predict(model, 1, total, settings.cache, settings.chunk or length)
+    if need.total > (has := limits.device_bytes("this")):
+        cache = limits.cache_bytes(model.cfg, 1, total, settings.cache)
+        found.append(f"they take {_size(need.total)} ({_size(cache)} of it cache) and the device "
+                     f"has {_size(has)}, so that the run will probably end out of memory")
+    return found and (f"{length} tokens of prompt and {new_tokens} new ones make {total}, but "
+                      + ", and ".join(found)) or ""
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def _show(pieces, ids: np.ndarray, tokenizer: Tokenizer, console: Console) -> str:

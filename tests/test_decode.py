@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import launch
+from experiments import _generate
 from tests.helpers import make_params
 from tests.test_positions_attention import LENGTH_DEPENDENT, SCHEMES
-from tx_jax import attention, decode, models, plugins
+from tx_jax import attention, decode, limits, models, plugins
 from tx_jax.config import ModelConfig
 from tx_jax.decode import (
     Sampling,
@@ -253,6 +254,18 @@ def test_a_wrong_sampling_is_one_sentence(options, words):
         Sampling(**options)
 
 
+def test_what_does_not_fit_is_said_before_it_runs(monkeypatch):
+    """Memory by the closed forms, here of a device with 1 MiB."""
+    model, _ = make(64)
+    ask = _generate.Settings(run="x", prompt="y", cache="int8")
+    assert _generate._beyond(model, ask, 4, 60) == ""
+    monkeypatch.setattr(limits, "device_bytes", lambda name: 2**20)
+    assert _generate._beyond(model, ask, 4, 60) == ""
+    said = _generate._beyond(model, ask, 4, 60_000)
+    assert said.startswith("4 tokens of prompt and 60000 new ones make 60004, but the model was")
+    assert ", and they take " in said and "MiB of it cache) and the device has 1.0 MiB" in said
+
+
 @pytest.mark.slow
 def test_generate_from_a_run(trained, capsys):
     flags = ["--generate", f"--run={trained}", "--prompt=the owl", "--new_tokens=40", "--top_k=5",
@@ -263,6 +276,7 @@ def test_generate_from_a_run(trained, capsys):
     said, text = out.split("\n", 1)
     assert said.startswith("note: 7 tokens of prompt and 40 new ones make 47, but the model was "
                            "trained on 32 in a row") and text.startswith("the owl")
+    assert "memory" not in said
     assert launch.main([*flags, "--chunk=3"]) == 0 and capsys.readouterr().out == out, "same seed"
     assert launch.main(["--generate", "--help"]) == 0 and "--min_p" in capsys.readouterr().out
     assert launch.main([*flags[:3], "--cache=int8"]) == 0
