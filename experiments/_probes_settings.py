@@ -61,8 +61,9 @@ class Probes:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest test row of any task, whichever are chosen."""
-        return max(_probes.width(task, max(self.test_lengths)) for task in _probes.TASKS)
+        """Tokens of the longest row, padded or of a test, of any task, whichever are chosen."""
+        return max(max(row_size(task, self.train_length),
+                       _probes.width(task, max(self.test_lengths))) for task in _probes.TASKS)
 
 
 def row_size(task: str, train_length: int) -> int:

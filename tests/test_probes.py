@@ -195,6 +195,14 @@ def test_addition_is_judged_against_nobody_extrapolates():
     assert by_text["addition: none"].high < 0.05 < by_text["addition: rope"].low
 
 
+def test_who_did_not_learn_is_not_judged():
+    rows = grid({"none": 0.5, "rope": 0.0}, tasks=("copy",))
+    for r in [r for r in rows if r["arm"] == "rope"][:2]:
+        r["metrics"]["solved"] = 0.0  # two of four
+    claims, *_ = _probes_report.make_probes(rows, 8, ("none", "rope"), 800)
+    assert not [c for c in claims if c.text.startswith("copy")]
+
+
 def test_the_learning_rate_is_not_chosen_by_what_is_compared():
     """The lower rate solves the training lengths, the higher happens to do better beyond."""
     rows = [row("copy", "none", s, {"8": within, "16": beyond}, lr)

@@ -124,11 +124,13 @@ def _line(ax: Axes, points: Sequence[tuple[float, list[float]]], look: Look, arm
 
 def curves(series: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], *, name: str, title: str,
            x: Sequence[float], arms: Sequence[str], xlabel: str, ylabel: str, caption: str = "",
-           log_x: bool = False, log_y: bool = False, mark: float | None = None) -> Figure:
+           log_x: bool = False, log_y: bool = False, mark: float | None = None,
+           ylim: tuple[float, float] | None = None) -> Figure:
     """Whole curves (training loss by step): panel -> arm -> one curve per seed, mean and band.
 
     Args:
       mark: x of a dotted vertical line (the training length).
+      ylim: ends of the y axis, where bands reach beyond what the metric can be.
     """
     canvas, axes = _canvas(max(1, len(series)))
     known = looks(arms)
@@ -144,6 +146,8 @@ def curves(series: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], *, nam
                             color=known[arm].color, alpha=0.14, lw=0)
         if mark is not None:
             ax.axvline(mark, color="#999999", lw=0.9, ls=":", zorder=1)
+        if ylim is not None:
+            ax.set_ylim(*ylim)
         _dress(ax, None, panel, xlabel, log_x, log_y)
     axes[0].set_ylabel(ylabel)
     return Figure(name, title, caption, _finish(canvas, axes, title))
