@@ -12,7 +12,12 @@ CHUNKS = 20  # records of a run
 
 @dataclass(frozen=True)
 class Probes:
-    """Part `probes`: algorithmic tasks beyond the lengths of training."""
+    """Part `probes`: algorithmic tasks beyond the lengths of training.
+
+    The one learning rate of the preset small comes from 2e-3, 5e-3 and 1e-2, tried once with
+    `none`, seed 0 and 1500 steps: exact match over the lengths 3 and 6 was 0.94, 1 and 0.99 for
+    copy, 1 three times for passkey, and 1, 0.95 and 0.04 for reverse. No other scheme was tuned.
+    """
 
     tasks: tuple[str, ...] = option(("copy", "passkey"), f"tasks: {', '.join(_probes.TASKS)}")
     arms: tuple[str, ...] = option(("none", "t5", "alibi", "rope", "sinusoidal"),
