@@ -212,3 +212,37 @@ def _finish(canvas: Canvas, axes: Sequence[Axes], title: str) -> bytes:
     out = io.BytesIO()
     canvas.savefig(out, format="png", facecolor="white", metadata={"Software": None})
     return out.getvalue()
+
+
+def heat_map(cells: Mapping[str, Mapping[str, float]], *, name: str, title: str, xlabel: str,
+             label: str, caption: str = "", top: float | None = None) -> Figure:
+    """Numbers as a grid: line -> column -> number, NaN left white; columns are those of all lines.
+
+    Args:
+      label: of the colour bar. Colours are symmetric about 0, blue below and red above.
+      top: where the colours end; larger numbers keep the last colour and their printed number.
+    """
+    columns = list(dict.fromkeys(c for line in cells.values() for c in line))
+    grid = np.array([[line.get(c, math.nan) for c in columns] for line in cells.values()], float)
+    finite = np.abs(grid[np.isfinite(grid)])
+    top = top or max(float(finite.max(initial=0.0)), 1e-9)
+    canvas = Canvas(figsize=(2.4 + 0.8 * len(columns), 1.7 + 0.38 * len(cells)), dpi=130,
+                    layout="constrained")
+    FigureCanvasAgg(canvas)
+    ax = canvas.subplots()
+    image = ax.imshow(grid, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")
+    for (i, j), value in np.ndenumerate(grid):
+        if math.isfinite(value):
+            # Dark ground takes white letters.
+            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=8.5,
+                    color="white" if abs(value) > 0.65 * top else _STYLE["text"])
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(cells)), list(cells))
+    ax.tick_params(labelsize=8.5, colors=_STYLE["text"], length=0)
+    ax.set_xlabel(xlabel, fontsize=9.5)
+    canvas.colorbar(image, ax=ax, label=label, extend="max" if finite.max(initial=0) > top else
+                    "neither")
+    canvas.suptitle(title, fontsize=11, color=_STYLE["text"])
+    out = io.BytesIO()
+    canvas.savefig(out, format="png", facecolor="white", metadata={"Software": None})
+    return Figure(name, title, caption, out.getvalue())

@@ -1,0 +1,71 @@
+"""Trained at L, read at 1x to 16x: every position scheme, and RoPE stretched afterwards.
+
+    python launch.py --experiment=length_extrapolation                  minutes on 2 cores
+    python launch.py --experiment=length_extrapolation --preset=smoke   under a minute
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from experiments import (
+    _extrapolation_extend,
+    _extrapolation_schemes,
+    _probes_part,
+    _probes_settings,
+)
+from experiments._extrapolation_report import make_report
+from experiments._extrapolation_settings import STUDY as NAME
+from experiments._extrapolation_settings import Settings
+from tx_jax.data import load_text
+from tx_jax.study.cells import Cell, data_hash
+from tx_jax.study.contract import Context, Study
+from tx_jax.study.ledger import Measured
+
+RUNNERS = {"schemes": _extrapolation_schemes, "extension": _extrapolation_extend,
+           "probes": _probes_part}
+
+
+def cells(settings: Settings) -> list[Cell]:
+    """The cells of the chosen parts."""
+    return [cell for part in settings.parts for cell in RUNNERS[part].cells(settings)]
+
+
+def group(cell: Cell) -> tuple[Any, ...]:
+    """Cells that train as one program."""
+    return RUNNERS[cell.part].group(cell)
+
+
+def run(settings: Settings, members: list[Cell], context: Context
+        ) -> Iterator[tuple[Cell, Measured]]:
+    """Run the cells of one group."""
+    yield from RUNNERS[members[0].part].run(settings, members, context)
+
+
+@lru_cache(maxsize=1)
+def _text_hash(text: str) -> str:
+    return load_text(text).sha256
+
+
+def data(settings: Settings) -> str:
+    """Hash of the text."""
+    return data_hash(_text_hash(settings.text))
+
+
+SMOKE = {"seeds": 2, "arms": ("rope", "alibi"), "steps": 20, "factors": (1.0, 4.0), "context": 32,
+         "stride": 8, "tokens": 1024, "slides": 16, "layers": 1, "d_model": 32,
+         "extend.methods": ("none", "by_parts"), "extend.tuned": ("none",),
+         "extend.factors": (4,), "extend.steps": 4, "extend.every": 2,
+         "extend.ramps": ("1:32", "0.25:4")}
+
+STUDY = Study(
+    name=NAME, title="Length extrapolation", settings=Settings,
+    presets={"smoke": SMOKE | _probes_settings.SMOKE, "small": {},
+             "full": {**_probes_settings.FULL}}, cells=cells, run=run,
+    report=make_report, group=group, data=data,
+    files=tuple(Path(__file__).parent / name for name in
+                ("length_extrapolation.py", "_extrapolation_settings.py",
+                 "_extrapolation_models.py", "_extrapolation_eval.py",
+                 "_extrapolation_schemes.py", "_extrapolation_extend.py",
+                 "_probes.py", "_probes_settings.py", "_probe_training.py", "_probes_part.py")))
