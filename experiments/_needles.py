@@ -67,12 +67,16 @@ class Reader(models.DecoderLM):
     An item is embedded as the sum of a key and a value vector, and a query by a table of its own;
     logits are over values. Were queries embedded as keys are, a query would match itself best; a
     model that keeps away from that by position keeps away from the item beside it too, which then
-    is answered worse than any other. `models.init` and `models.apply` take it as any decoder.
+    is answered worse than any other. `models.init` and `models.apply` take it as any decoder, but
+    for whole prompts alone: no segments, positions of their own, dropout or cache.
     """
 
     @nn.compact
     def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None,
                  scale=None, trace=False, cache=None, lengths_B=None):
+        if any(x is not None for x in (segments_BT, positions_BT, cache, lengths_B)):
+            raise ValueError("a Reader takes whole prompts alone; leave segments, positions, cache "
+                             "and lengths out.")
         cfg, V = self.cfg, self.vocab
         size = nn.FrozenDict(sizes(cfg, V, self.context))
         encoding = make_encoding(cfg.positions)
@@ -85,8 +89,7 @@ class Reader(models.DecoderLM):
             self, "positions", lambda k: encoding.init(k, size))
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None],
                                         tokens_BT.shape)
-        value_BT = tokens_BT // V - 1
-        key_BT = tokens_BT % V
+        key_BT, value_BT = tokens_BT % V, tokens_BT // V - 1
         x_BTD = jnp.where((value_BT >= 0)[..., None], key_VD[key_BT] + value_VD[value_BT],
                           query_VD[key_BT])
         x_BTD = encoding.embed(shared, place("BTD", x_BTD.astype(cfg.dtype)), positions_BT)

@@ -51,7 +51,7 @@ class Settings:
 
     seeds: int = option(5, "seeds", low=1)
     arms: tuple[str, ...] = option(
-        ("rope", "alibi", "none", "learned", "sinusoidal", "t5"),
+        ("rope", "alibi", "none", "learned"),
         "position schemes as in --model.positions (one with a comma in double quotes), and "
         "query_first (the query before the items too) or prefix (items see each other), both of "
         "rope")
@@ -184,15 +184,16 @@ def run(settings: Settings, members: list[Cell], context: Context
 
 def _metrics(settings: Settings, n: int, record: Any, elsewhere: Any) -> dict[str, Any]:
     """What a ledger row keeps: curves over depth by step and by n, and numbers made of the last."""
-    by_step = np.asarray(record["depth"], np.float64)
+    by_step = np.asarray(record["depth"], np.float64).round(6)  # not the digits of float32
     nats = np.asarray(record["loss"], np.float64).reshape(-1)
-    by_items = {str(m): {"depths": _needles.depths(m, 5), "accuracy": elsewhere[str(m)]["depth"],
-                         "without": elsewhere[str(m)]["without"]} for m in others(settings, n)}
-    by_items[str(n)] = {"depths": _needles.depths(n, settings.depths), "accuracy": by_step[-1],
-                        "without": record["without"][-1]}
+    by_items = {str(m): {"depths": _needles.depths(m, 5), "without": elsewhere[str(m)]["without"],
+                         "accuracy": np.asarray(elsewhere[str(m)]["depth"], np.float64).round(6)}
+                for m in others(settings, n)}
+    by_items[str(n)] = {"depths": _needles.depths(n, settings.depths),
+                        "without": record["without"][-1], "accuracy": by_step[-1]}
     return {"final_loss": float(nats[-50:].mean()), **_needles.shape_of_curve(by_step[-1]),
             "without": float(record["without"][-1]), "alone": float(elsewhere["alone"]),
-            "by_step": by_step.round(6), "by_items": by_items,
+            "by_step": by_step, "by_items": by_items,
             "steps": [settings.every * (i + 1) for i in range(len(by_step))],
             "loss_curve": nats.reshape(-1, settings.every).mean(axis=1).round(4)}
 
@@ -204,11 +205,12 @@ def report(settings: Settings, rows: list[dict[str, Any]]):
 
 # One replica per core: the fastest on 2 cores, and "auto" would compile everything twice.
 SMALL = {"strategy": "queue"}
-SMOKE = SMALL | {"seeds": 2, "arms": ("rope", "alibi"), "items": (10,), "steps": 10, "every": 5,
+SMOKE = SMALL | {"seeds": 2, "arms": ("rope", "none"), "items": (10,), "steps": 10, "every": 5,
          "batch": 8, "prompts": 16, "depths": 5, "vocab": 32, "d_model": 16, "d_ff": 16}
+# All but the forms that stretch rotary positions beyond a trained length. Hours on one GPU.
 FULL = {"arms": ("rope", "alibi", "none", "learned", "sinusoidal", "t5", "kerple", "fire", "cope",
                  "xpos", "transformer_xl", "query_first", "prefix"),
-        "items": (24, 64, 256), "lrs": (3e-4, 1e-3, 3e-3, 1e-2), "steps": 5000, "every": 500,
+        "items": (24, 64, 256), "lrs": (3e-4, 1e-3, 3e-3), "steps": 5000, "every": 500,
         "batch": 128, "prompts": 1000, "depths": 17, "vocab": 1024, "layers": 6, "d_model": 256,
         "heads": 8, "d_ff": 1024}
 
