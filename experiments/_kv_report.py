@@ -25,9 +25,7 @@ FLAT = 1.25  # factor by which a step may get slower and still counts as flat
 
 def make_report(settings: Any, rows: list[Row]) -> Report:
     """The report over the parts that have rows."""
-    parts: dict[str, list[Row]] = {}
-    for row in rows:
-        parts.setdefault(row["part"], []).append(row)
+    parts = _parts(rows)
     makers = {"decode": (tables.time_table, tables.flops_table), "memory": (tables.memory_table,),
               "fits": (tables.fits_table,), "rounding": (tables.rounding_table,)}
     made = [maker(parts[part]) for part in makers if part in parts for maker in makers[part]]
@@ -42,7 +40,7 @@ def make_report(settings: Any, rows: list[Row]) -> Report:
     first = rows[0]
     return Report(
         "Decoding with a cache of keys and values, and without", _summary(first["device"]),
-        verdicts=(*_timed(parts.get("decode", [])), *_exact(parts)), tables=tuple(made),
+        verdicts=verdicts(rows), tables=tuple(made),
         figures=tuple(drawn), notes=_NOTES,
         facts=(("device", first["device"]),
                ("versions", ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)),
@@ -50,6 +48,19 @@ def make_report(settings: Any, rows: list[Row]) -> Report:
                ("code", first["code"][:12]), ("cells", str(len(rows))),
                ("seconds of timing and compiling in all",
                 f"{sum(r['seconds'] + r['compile_seconds'] for r in rows):.0f}")))
+
+
+def verdicts(rows: Sequence[Row]) -> tuple[Verdict, ...]:
+    """Claims on time, which vary from round to round, and exact ones on bytes and operations."""
+    parts = _parts(rows)
+    return (*_timed(parts.get("decode", [])), *_exact(parts))
+
+
+def _parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["part"], []).append(row)
+    return found
 
 
 def _summary(device: str) -> tuple[str, ...]:
@@ -173,8 +184,8 @@ def _exact(parts: Mapping[str, list[Row]]) -> list[Verdict]:
         f", errors {min(errors):+.1%} to {max(errors):+.1%}" if errors else "")
     shares = [r["metrics"]["flops"] / r["metrics"]["counted"] - 1 for r in parts.get("decode", [])
               if r["arm"] != "int8"]
-    judge(f"Closed forms of the operations are within {FLOPS_ERROR:.0%} of XLA's count (int8 aside, "
-          "which also turns every number back)", [
+    judge(f"Closed forms of the operations are within {FLOPS_ERROR:.0%} of XLA's count (int8 "
+          "aside, which also turns every number back)", [
         abs(e) <= FLOPS_ERROR for e in shares],
         f", errors {min(shares):+.1%} to {max(shares):+.1%}" if shares else "")
     return made

@@ -66,7 +66,8 @@ def time_table(rows: Sequence[Row]) -> Table:
                         _ratio(group[a]) for a in arms)))
     return Table("Time of a token at a full context", ("context", f"{BASELINE} (ms)", *arms),
                  tuple(lines), caption=f"Time over that of {BASELINE}, median over rounds with "
-                 "95 % CI; bold: the fastest, where it beats every other arm after Holm's correction.",
+                 "95 % CI; bold: the fastest, where it beats every other arm after Holm's "
+                 "correction.",
                  commands=commands(rows))
 
 

@@ -48,7 +48,7 @@ class Settings:
     sizes: tuple[int, ...] = option((256, 1024, 4096), "caches whose memory is analysed", low=2)
     fit_sizes: tuple[int, ...] = option((512, 2048), "generations that are compiled to check the "
                                         "predictor", low=4)
-    fit_batches: tuple[int, ...] = option((1, 4), "rows of these generations", low=1)
+    fit_batches: tuple[int, ...] = option((2,), "rows of these generations", low=1)
     chunk: int = option(256, "tokens of the prompt read at a time in these", low=1)
     rounds: int = option(9, "timings of every arm; an interval of the median needs 6", low=1)
     rounding_length: int = option(256, "tokens of which logits are compared with int8", low=1)

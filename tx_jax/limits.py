@@ -5,6 +5,7 @@ models and devices that are not here. L layers, K key heads, N query heads, H th
 F hidden, V vocabulary, B rows, S places of the cache, T tokens read at a time.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ def cache_bytes(cfg: ModelConfig, batch: int, size: int, kind: str = "model") ->
     return 2 * cfg.layers * cfg.groups * head * places(cfg, size) * batch
 
 
+@functools.cache  # tracing what initialises a model takes a while
 def weight_bytes(model: DecoderLM) -> int:
     """Bytes of the weights that decoding reads (`decode.unstack`).
 
@@ -121,8 +123,12 @@ def predict(model: DecoderLM, batch: int, size: int, kind: str = "model", chunk:
     Args:
       batch, size: rows, and tokens of each, prompt and new ones together.
       chunk: tokens of the prompt read at a time; 0 = all, and the prompt then has `size` tokens.
+
+    Raises:
+      UserError: an unknown kind, or a number that is too small.
     """
     _check(batch=batch, size=size)
+    _check(0, chunk=chunk)
     return Memory(weight_bytes(model), cache_bytes(model.cfg, batch, size, kind),
                   work_bytes(model, batch, size, kind, chunk))
 
@@ -200,6 +206,7 @@ def largest_context(model: DecoderLM, device_bytes: int, batch: int = 1, kind: s
       UserError: a number below 1.
     """
     _check(device_bytes=device_bytes, batch=batch)
+    _check(0, chunk=chunk)
     weights = weight_bytes(model)
     most = _most(lambda n: weights + cache_bytes(model.cfg, batch, n, kind)
                  + work_bytes(model, batch, n, kind, chunk) <= device_bytes)
@@ -214,6 +221,7 @@ def largest_batch(model: DecoderLM, device_bytes: int, size: int, kind: str = "m
       UserError: a number below 1.
     """
     _check(device_bytes=device_bytes, size=size)
+    _check(0, chunk=chunk)
     weights = weight_bytes(model)
     most = _most(lambda n: weights + cache_bytes(model.cfg, n, size, kind)
                  + work_bytes(model, n, size, kind, chunk) <= device_bytes)
@@ -246,7 +254,7 @@ def _most(fits: Callable[[int], bool], most: int = 2**50) -> int:
     return low
 
 
-def _check(**numbers: int) -> None:
+def _check(least: int = 1, **numbers: int) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name}={value!r} must be a whole number of at least 1.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{name}={value!r} must be a whole number of at least {least}.")
