@@ -14,7 +14,7 @@ from tx_jax.study.verdicts import Claim
 Row = dict[str, Any]
 Seen = dict[int, float]
 FLAT = 0.05
-_PRESS, _HAVIV = "Press et al. 2022, tables 2-5", "Haviv et al. 2022, table 1"
+_PRESS, _HAVIV = "Press et al. 2022", "Haviv et al. 2022"
 _CHEN, _PENG = "Chen et al. 2023", "Peng et al. 2023"
 
 
@@ -55,9 +55,8 @@ def schemes(rows: Sequence[Row], settings: Settings) -> list[Claim]:
           "allowed)", "equal", "sliding", FLAT)
     if far > L:
         gain = [{s: -v for s, v in rise("alibi", p, far).items()} for p in ("windows", "sliding")]
-        claim("ALiBi's gain in windows is that of early tokens, not of context (Press et al. 2022, "
-              f"appendix B): gain from L to {far / L:g} L in windows against sliding", *gain,
-              "higher")
+        claim(f"ALiBi's gain in windows is that of early tokens, not of context ({_PRESS}): gain "
+              f"from L to {far / L:g} L in windows against sliding", *gain, "higher")
     grows("kerple", far / L, f"KERPLE stays flat (Chi et al. 2022; {FLAT:g} nats allowed)", "equal",
           "sliding", FLAT)
     claim(f"FIRE is ahead of ALiBi far out (Li et al. 2024): sliding at {far / L:g} L",
@@ -94,15 +93,15 @@ def extension(rows: Sequence[Row], settings: Settings) -> list[Claim]:
           at("ntk"), "lower")
     claim(f"YaRN's temperature helps ({_PENG}, 3.4): yarn against by_parts, {zero}", at("yarn"),
           at("by_parts"), "lower")
-    claim(f"Untuned, PI is better than nothing ({_CHEN}, table 5: 16 against > 1000 perplexity): "
-          f"{zero}", at("pi"), at("none"), "lower")
+    claim(f"Untuned, PI is better than nothing ({_CHEN}: perplexity 16 against > 1000): {zero}",
+          at("pi"), at("none"), "lower")
     for method, who in (("pi", _CHEN), ("yarn", _PENG)):
         claim(f"{method} is recovered by a short fine-tuning ({who}; {2 * FLAT:g} nats allowed): "
               f"{after}, against the checkpoint at L", tuned(method), at("none", base), "equal",
               2 * FLAT)
-    claim(f"PI is ahead of plain fine-tuning ({_CHEN}, table 1): {after}", tuned("pi"),
+    claim(f"PI is ahead of plain fine-tuning ({_CHEN}): {after}", tuned("pi"),
           tuned("none"), "lower")
     claim(f"Once tuned, PI is ahead of NTK-aware ({_PENG}, 3.1): {after}", tuned("pi"),
           tuned("ntk"), "lower")
-    claim(f"YaRN is ahead of PI ({_PENG}, 4.3): {after}", tuned("yarn"), tuned("pi"), "lower")
+    claim(f"YaRN is ahead of PI ({_PENG}): {after}", tuned("yarn"), tuned("pi"), "lower")
     return found

@@ -5,7 +5,7 @@ lengths, with a whole longest window of the same document before it:
 
   windows   a region is cut into windows of the length T, every token is scored. Early tokens of a
             window have little context, and the longer the windows the fewer of them there are: the
-            loss falls with T though no more context is used (Press et al. 2022, appendix B).
+            loss falls with T though no more context is used (Press et al. 2022).
   sliding   a window of T slides on by a stride S and only its last S tokens are scored, so that
             every prediction has at least T - S tokens of context. Of all steps evenly spread ones
             are taken, the same at every length.

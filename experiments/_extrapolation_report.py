@@ -61,9 +61,9 @@ NOTES = (
     "A run of this size cannot show perplexities of large models, nor how far a scheme reaches "
     "with thousands of tokens in training. Models of 0.1 M parameters use hardly more than some "
     "dozens of characters, so that little can be gained from a longer context by any scheme.",
-    "The learning rate is that of the presets for all arms unless --lrs names several; then the "
-    "best of an arm is taken, by the loss at L on the half of the held-out text that no table "
-    "shows.",
+    "With a single value in --lrs the learning rate is not tuned per arm, and differences between "
+    "schemes at L hold for that value only. With several the best of an arm is taken, by the loss "
+    "at L on the half of the held-out text that the tables by length do not read.",
     "Learned positions: the rows of the table past L are as they were drawn; nothing else can be "
     "said of a table beyond its training.",
     "Extension: dynamic_ntk is the form that Hugging Face runs (s = 2 l / L - 1 at length l); the "
@@ -79,7 +79,9 @@ NOTES = (
 def by_length(rows: Sequence[Row], protocol: str) -> list[Row]:
     """A row per length, with `length` among its axes and its loss as the only metric."""
     return [row | {"axes": {"length": int(T), **row["axes"]}, "metrics": {"loss": nats}}
-            for row in rows for T, nats in row["metrics"][protocol].items()]
+            for row in rows
+            # A ledger sorts its keys as text: 1024 would come before 128.
+            for T, nats in sorted(row["metrics"][protocol].items(), key=lambda item: int(item[0]))]
 
 
 def _mean(rows: Sequence[Row], metric: str = "loss") -> str:
@@ -135,7 +137,7 @@ def _rise_table(rows: Sequence[Row], arms: Sequence[str], base: int) -> Table:
                 by_length(rows, protocol), ("length",)).items() if arm in found}
             rises = [st.paired(seen, own[base]) for T, seen in own.items() if T != base]
             lines.append((arm, protocol, *(_signed(c) for c in rises)))
-    lengths = [T for T in map(int, rows[0]["metrics"]["windows"]) if T != base]
+    lengths = [T for T in sorted(map(int, rows[0]["metrics"]["windows"])) if T != base]
     return Table(f"Loss minus that at {base}", ("scheme", "protocol", *map(str, lengths)),
                  tuple(lines), caption="Nats per token, paired by seed, with 95 % CI.")
 
@@ -168,7 +170,8 @@ def _positions(rows: Sequence[Row], arms: Sequence[str], settings: Settings) -> 
         {f"windows of {longest}": series}, name="positions", arms=arms, log_x=True,
         x=[stride * (i + 0.5) for i in range(longest // stride)], xlabel="place in the window",
         ylabel=_NATS, title="Loss by position in the longest window", mark=settings.context,
-        caption=f"Bins of {stride} places; dotted: L. Mean over seeds with 95 % CI.")
+        caption=f"Bins of {stride} places; dotted: L. Mean over seeds with 95 % CI. Every bin "
+                "reads other text, the same for all curves: what moves all of them is the text.")
 
 
 def extension(settings: Settings, rows: list[Row]) -> Found:

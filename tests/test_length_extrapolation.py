@@ -1,5 +1,6 @@
 """The length study: same targets at every length, protocols against plain loops, claims, flags."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -32,14 +33,14 @@ def part(*ends):
 def test_regions_stay_in_their_document_and_half():
     ends, first, last = (500, 700, 1400, 2000), 400, 1600
     found = scores.regions(part(*ends), (0.2, 0.8), LENGTHS, 10_000)
-    assert found.tolist() == [732, 892, 1052, 1212]
+    assert found.tolist() == [532, 732, 892, 1052, 1212, 1432]
     for start in found:
         begin = max(e for e in (0, *ends) if e <= start)
         end = min(e for e in ends if e > start)
         # The longest window before the first target, and the last target, are of one document.
         assert start - 32 >= max(begin, first) and start + SIZE <= min(end, last)
     assert np.diff(found).min() >= SIZE
-    assert scores.regions(part(*ends), (0.2, 0.8), LENGTHS, 2 * SIZE).tolist() == [732, 1212]
+    assert scores.regions(part(*ends), (0.2, 0.8), LENGTHS, 2 * SIZE).tolist() == [532, 1432]
     assert len(scores.regions(part(*ends), (0.2, 0.8), LENGTHS, 1)) == 1
 
 
@@ -125,11 +126,12 @@ def test_every_scheme_and_method_is_named_in_full():
 
 
 def test_cells_pair_seeds_and_know_what_decides_them():
-    found = study.cells(Settings(seeds=2, arms=("rope", "alibi"), lrs=(1e-3, 1e-2)))
+    own = ("schemes", "extension")
+    found = study.cells(Settings(parts=own, seeds=2, arms=("rope", "alibi"), lrs=(1e-3, 1e-2)))
     assert [(c.arm, c.axis["lr"], c.seed) for c in found if c.part == "schemes"] == [
         (a, lr, s) for a in ("rope", "alibi") for lr in (1e-3, 1e-2) for s in (0, 1)]
     assert len({study.group(c) for c in found}) == 3
-    other = study.cells(Settings(seeds=2, arms=("rope",), extend=Extend(lr=1e-3)))
+    other = study.cells(Settings(parts=own, seeds=2, arms=("rope",), extend=Extend(lr=1e-3)))
     assert {c.settings for c in found if c.part == "schemes"} == {
         c.settings for c in other if c.part == "schemes"}
     assert not {c.settings for c in found if c.part == "extension"} & {
@@ -137,6 +139,7 @@ def test_cells_pair_seeds_and_know_what_decides_them():
 
 
 def row(part, arm, seed, axes, metrics):
+    metrics = json.loads(json.dumps(metrics, sort_keys=True))  # as a ledger gives it back
     return {"part": part, "arm": arm, "seed": seed, "axes": axes, "metrics": metrics,
             "status": "ok", "seconds": 1.0, "kernel": "reference", "strategy": "queue",
             "device": "cpu", "versions": {"jax": "0"}, "code": "c" * 12, "data": "d" * 12,
@@ -160,7 +163,8 @@ def as_published(settings):
                 for early in (1.0, 0.05 if arm == "alibi" else 1.0))
             rows.append(row("schemes", arm, seed, {"lr": 5e-3}, {
                 "windows": windows, "sliding": sliding, "tuning": level,
-                "position": [near(2) for _ in range(64)], "train_loss": level, "curve": [2, 1]}))
+                "position": [near(2)] * (settings.lengths[-1] // 16), "train_loss": level,
+                "curve": [2, 1]}))
     zero = {"none": 4.0, "pi": 3.0, "ntk": 2.5, "dynamic_ntk": 2.6, "by_parts": 2.0, "yarn": 1.95,
             "llama3": 2.1}
     for method, far in zero.items():
@@ -199,7 +203,7 @@ def test_the_report_shows_every_arm_length_and_figure():
     made = study.STUDY.report(settings, as_published(settings))
     text = markdown(made)
     assert "| scheme | 64 | 80 | 96 | 128 | 256 | 512 | 1024 |" in text
-    assert "| 1:4 | 2" in text and "chosen" in text and "22 claims" in text
+    assert "| 1:4 | 1.99" in text and "chosen" in text and "22 claims" in text
     assert [f.name for f in made.figures] == [
         "heat_windows", "heat_sliding", "schemes_windows", "schemes_sliding", "positions",
         "fine_tuning"]
@@ -217,7 +221,8 @@ def test_single_seeds_and_absent_parts_do_not_break_the_report():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=length_extrapolation", "--preset=smoke", "--arms=rope", "--steps=10",
+    flags = ["--experiment=length_extrapolation", "--preset=smoke", "--steps=10",
+             "--parts=schemes,extension", "--arms=rope",
              "--factors=1,4", "--strategy=map", "--extend.methods=none,by_parts",
              "--extend.tuned=none", "--cpu_devices=8", f"--workdir={tmp_path / 'run'}"]
     assert launch.main(flags) == 0

@@ -7,9 +7,10 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.axes import Axes
 
 from tx_jax.errors import UserError
-from tx_jax.study.figures import _canvas, _dress, curves, lines
+from tx_jax.study.figures import _canvas, _dress, curves, heat_map, lines
 from tx_jax.study.report import Report, render, write_report
 from tx_jax.study.tables import Bold, Table, ablation_table, number, p_value, times_table, tune
 from tx_jax.study.verdicts import Verdict
@@ -106,13 +107,23 @@ def _figures():
         lines(rows(), "loss", "lr", name="loss", title="Loss", arms=("scaled", "none"),
               reference={"chance": 4.16}),
         curves({"d_k 64": {"scaled": [[3, 2, 1], [3.1, 2.2, 1.1]]}}, name="curve", title="Curve",
-               x=(0, 50, 100), arms=("scaled",), xlabel="step", ylabel="loss"))
+               x=(0, 50, 100), arms=("scaled",), xlabel="step", ylabel="loss"),
+        heat_map({"a": {"64": 0.0, "128": 2.0}, "b": {"64": -0.001}}, name="heat", title="Heat",
+                 xlabel="length", label="nats", top=1.0))
 
 
 def test_figures_are_png_and_the_same_twice():
     first, second = _figures(), _figures()
     for a, b in zip(first, second, strict=True):
         assert a.png.startswith(b"\x89PNG") and a.png == b.png
+
+
+def test_a_heat_map_prints_its_numbers_where_they_belong(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **_: seen.setdefault((y, x), s))
+    heat_map({"a": {"64": 0.0, "128": 2.0}, "b": {"128": -0.001, "64": math.nan},
+              "c": {"256": -0.5}}, name="h", title="H", xlabel="x", label="y", top=1.0)
+    assert seen == {(0, 0): "+0.00", (0, 1): "+2.00", (1, 1): "+0.00", (2, 2): "-0.50"}
 
 
 @pytest.mark.parametrize(("low", "high", "labels"), [

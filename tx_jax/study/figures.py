@@ -234,7 +234,7 @@ def heat_map(cells: Mapping[str, Mapping[str, float]], *, name: str, title: str,
     for (i, j), value in np.ndenumerate(grid):
         if math.isfinite(value):
             # Dark ground takes white letters.
-            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=8.5,
+            ax.text(j, i, f"{round(value, 2) + 0.0:+.2f}", ha="center", va="center", fontsize=8.5,
                     color="white" if abs(value) > 0.65 * top else _STYLE["text"])
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(cells)), list(cells))
