@@ -26,9 +26,9 @@ def make_report(rows: list[Row], *, arms: Sequence[str], chance: float) -> Repor
     claims = _claims(tuned, arms, reference)
     made = [_positions(tuned, arms, chance), _shapes(tuned, arms), _demand(tuned),
             tables.ablation_table(
-                tuned, "middle_against_ends", reference, by=BY, show=("lr",), arms=arms,
-                lower_is_better=False, title="Middle against ends: do schemes differ?",
-                label="middle - ends", notes=notes),
+                tuned, "middle", reference, by=BY, show=("lr",), arms=arms,
+                lower_is_better=False, title="Accuracy in the middle third: do arms differ?",
+                label="accuracy in the middle", notes=notes),
             _distractors(tuned, arms), _time_course(tuned, arms)]
     if len({r["axes"]["lr"] for r in rows}) > 1:
         made.append(tables.ablation_table(
@@ -207,8 +207,8 @@ def _claims(rows, arms, reference):
           "ends", "recency", "higher")
     for arm in arms:
         if arm not in (reference, "query_first", "prefix"):
-            shape("Both demands give a U whatever the scheme, middle against ends (Salvatore et "
-                  "al. 2025)", arm, "ends", "middle_against_ends", "lower")
+            shape("Both demands give a U, middle against ends (Salvatore et al. 2025, of models of "
+                  "the types of GPT-2 and Llama)", arm, "ends", "middle_against_ends", "lower")
     if members := pick(reference, "uniform"):
         for fewer, more in zip(_lengths(members)[:-1], _lengths(members)[1:], strict=True):
             low, high = ({r["seed"]: _mean_at(r["metrics"], m) for r in members}

@@ -14,7 +14,7 @@ document at the beginning or the end) and Salvatore et al. 2025 (arXiv 2510.1027
 trained from scratch show primacy, recency or both by what their training demands).
 
 Expected: a U where training asks near both ends, recency where it asks near the end, and nothing
-where it asks anywhere: the curve follows the demand, whatever the scheme.
+where it asks anywhere; all of it the weaker, the further training has come.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,8 @@ class Settings:
     items: tuple[int, ...] = option((24,), "items n of a prompt in training", low=2)
     factors: tuple[float, ...] = option((0.5, 2.0), "also evaluate at these multiples of n",
                                         low=0.0)
-    lrs: tuple[float, ...] = option((5e-3,), "peak learning rates; the best is kept per arm, "
+    # Of 2.5e-3, 5e-3 and 1e-2 (rope, seed 0) the last had the smallest loss under every regime.
+    lrs: tuple[float, ...] = option((1e-2,), "peak learning rates; the best is kept per arm, "
                                     "regime and n", low=0.0)
     steps: int = option(300, "optimizer steps; a multiple of --every", low=1)
     every: int = option(100, "steps between evaluations", low=1)
@@ -210,7 +211,7 @@ SMOKE = SMALL | {"seeds": 2, "arms": ("rope", "none"), "items": (10,), "steps": 
 # All but the forms that stretch rotary positions beyond a trained length. Hours on one GPU.
 FULL = {"arms": ("rope", "alibi", "none", "learned", "sinusoidal", "t5", "kerple", "fire", "cope",
                  "xpos", "transformer_xl", "query_first", "prefix"),
-        "items": (24, 64, 256), "lrs": (3e-4, 1e-3, 3e-3), "steps": 5000, "every": 500,
+        "items": (24, 64, 256), "lrs": (1e-3, 3e-3, 1e-2), "steps": 5000, "every": 500,
         "batch": 128, "prompts": 1000, "depths": 17, "vocab": 1024, "layers": 6, "d_model": 256,
         "heads": 8, "d_ff": 1024}
 
