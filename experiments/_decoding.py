@@ -90,8 +90,8 @@ def make_runner(settings: Any, arm: str, length: int) -> tuple[Callable[[int], A
     return run, compiling
 
 
-def time_tokens(runners: Mapping[str, Callable[[int], None]], rounds: int, least: float = 0.02
-                ) -> tuple[dict[str, list[float]], dict[str, int]]:
+def time_tokens[K](runners: Mapping[K, Callable[[int], None]], rounds: int, least: float = 0.02
+                   ) -> tuple[dict[K, list[float]], dict[K, int]]:
     """Seconds per token of each arm in each round, and the tokens that one timing averages.
 
     A timing lasts `least` seconds or a token, whichever is longer; arms take turns in an order
@@ -108,7 +108,7 @@ def time_tokens(runners: Mapping[str, Callable[[int], None]], rounds: int, least
         steps[name] = 1
         while steps[name] * clock(run, steps[name]) < least:
             steps[name] *= 2
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    seconds: dict[K, list[float]] = {name: [] for name in runners}
     names = list(runners)
     for r in range(rounds):
         for name in names[r % len(names):] + names[:r % len(names)]:

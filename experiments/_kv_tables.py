@@ -150,4 +150,4 @@ def device_table(devices: Mapping[str, int], known: Mapping[str, tuple[ModelConf
                 f"read {limits.CHUNK} tokens at a time; 0: not even the weights and one token fit. "
                 "What a model does beyond the context it was trained on is another question. "
                 "Rows count what the hardware holds, whether or not a model knows that many "
-                "positions.")
+                "positions. This study's model was built for its context and not trained.")

@@ -10,8 +10,9 @@ a compiled step takes beside it. Part `fits`: the predictor of `tx_jax.limits` a
 that XLA plans for a whole generation. Part `rounding`: logits with an int8 cache against those with
 the model's own.
 
-This is a benchmark: in `decode` rounds take the place of seeds, every arm of a length is timed once
-in a round, in rotated order, and ratios are taken within rounds. `memory` and `fits` read compiled
+This is a benchmark: in `decode` rounds take the place of seeds. Every arm at every length is timed
+once in a round, in rotated order, and ratios are taken within rounds; so one of these cells takes
+as long as all. `memory` and `fits` read compiled
 programs, which do not vary. Only `rounding` has seeds, of random weights.
 """
 
@@ -77,10 +78,10 @@ def cells(settings: Settings) -> list[Cell]:
         return canonical({name: getattr(settings, name) for name in (*MODEL, *names)})
 
     found = []
-    for length in sorted({*settings.lengths, *settings.longer}):
-        arms = ARMS if length in settings.lengths else ARMS[1:]
-        found += [Cell("kv_cache", "decode", arm, (("length", length),), 0, own("batch", "rounds"))
-                  for arm in arms]
+    timed = canonical({name: getattr(settings, name) for name in
+                       (*MODEL, "batch", "rounds", "lengths", "longer")})
+    found += [Cell("kv_cache", "decode", arm, (("length", length),), 0, timed)
+              for length, arms in _arms(settings).items() for arm in arms]
     found += [Cell("kv_cache", "memory", arm, (("length", size),), 0, own("batch"))
               for size in settings.sizes for arm in ARMS[1:]]
     found += [Cell("kv_cache", "fits", arm, (("batch", batch), ("length", size)), 0, own("chunk"))
@@ -92,7 +93,7 @@ def cells(settings: Settings) -> list[Cell]:
 
 def run(settings: Settings, members: list[Cell], context: Context
         ) -> Iterator[tuple[Cell, Measured]]:
-    """One group of a part: all arms of a length, or a program that is compiled and read."""
+    """One group of a part: everything that is timed, or a program that is compiled and read."""
     part = {"decode": _decode, "memory": _memory, "fits": _fits, "rounding": _rounding}
     for cell, measured in part[members[0].part](settings, members):
         context.advance(1.0)
@@ -100,25 +101,32 @@ def run(settings: Settings, members: list[Cell], context: Context
 
 
 def _decode(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, Measured]]:
-    """Time the arms of one length; all of them, whichever are asked for."""
-    length = members[0].axis["length"]
-    arms = ARMS if length in settings.lengths else ARMS[1:]
+    """Time every arm at every length in the same rounds, whichever of them are asked for."""
     runners, compiling = {}, {}
-    for arm in arms:
-        runners[arm], compiling[arm] = _decoding.make_runner(settings, arm, length)
+    for length, arms in _arms(settings).items():
+        for arm in arms:
+            runners[arm, length], compiling[arm, length] = _decoding.make_runner(
+                settings, arm, length)
     seconds, steps = _decoding.time_tokens(runners, settings.rounds)
     for cell in members:
-        own, model = seconds[cell.arm], model_of(settings, cell.arm, length)
-        ratios = [a / b for a, b in zip(own, seconds[BASELINE], strict=True)]
-        middle, clock = st.times(ratios, np.inf), st.times(own, np.inf)
-        metrics = {"seconds": own, "ratios": ratios, "ratio": middle.median,
+        length = cell.axis["length"]
+        key, model = (cell.arm, length), model_of(settings, cell.arm, length)
+        ratios = [a / b for a, b in zip(seconds[key], seconds[BASELINE, length], strict=True)]
+        middle, clock = st.times(ratios, np.inf), st.times(seconds[key], np.inf)
+        metrics = {"seconds": seconds[key], "ratios": ratios, "ratio": middle.median,
                    "ratio_low": middle.low, "ratio_high": middle.high, "second": clock.median,
-                   "tokens": steps[cell.arm],
+                   "tokens": steps[key],
                    "flops": settings.batch * limits.flops_per_token(
                        model, length, cached=cell.arm != "no_cache"),
                    "counted": _decoding.counted_flops(settings, cell.arm, length)}
-        yield cell, Measured(metrics, sum(own) * steps[cell.arm], compiling[cell.arm],
+        yield cell, Measured(metrics, sum(seconds[key]) * steps[key], compiling[key],
                              strategy="none", kernel="auto")
+
+
+def _arms(settings: Settings) -> dict[int, tuple[str, ...]]:
+    """length -> the arms that are timed there."""
+    return {n: ARMS if n in settings.lengths else ARMS[1:]
+            for n in sorted({*settings.lengths, *settings.longer})}
 
 
 def _memory(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, Measured]]:
@@ -167,18 +175,20 @@ def _rounding(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, M
 
 
 def _group(cell: Cell) -> tuple:
-    """Arms of a length are timed together, seeds share a program; programs are read one by one."""
-    together = {"decode": (), "rounding": ()}
-    return cell.part, cell.axes, together.get(cell.part, (cell.arm,))
+    """What is timed is timed together, seeds share a program; other programs are read one by one.
+    """
+    alone = {"decode": (), "rounding": ()}
+    return cell.part, *alone.get(cell.part, (cell.arm, cell.axes))
 
 
 SMOKE = {"lengths": (16, 64), "longer": (), "sizes": (64, 256), "fit_sizes": (64,),
          "fit_batches": (1,), "chunk": 16, "rounds": 2, "rounding_length": 32, "seeds": 2,
          "layers": 1, "d_model": 32, "window": 16}
-FULL = {"lengths": (512, 1024, 2048, 4096, 8192), "longer": (32768, 131072),
-        "sizes": (4096, 32768, 131072), "fit_sizes": (8192, 32768), "fit_batches": (1, 16),
-        "chunk": 512, "rounds": 21, "batch": 8, "layers": 16, "d_model": 2048, "heads": 32,
-        "groups": 8, "window": 4096, "dtype": "bfloat16", "rounding_length": 2048}
+# All caches lie in memory together: 55 GB.
+FULL = {"lengths": (512, 1024, 2048, 4096, 8192), "longer": (32768,), "sizes": (4096, 32768),
+        "fit_sizes": (8192, 32768), "fit_batches": (1, 16), "chunk": 512, "rounds": 21, "batch": 4,
+        "layers": 16, "d_model": 2048, "heads": 32, "groups": 8, "window": 4096,
+        "dtype": "bfloat16", "rounding_length": 2048}
 
 STUDY = Study(
     name="kv_cache", title="Decoding with a cache and without", settings=Settings,

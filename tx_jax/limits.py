@@ -118,7 +118,9 @@ def predict(model: DecoderLM, batch: int, size: int, kind: str = "model", chunk:
     """What a generation takes (`decode.generate`).
 
     Weights and cache are exact; what lies in between is an estimate of what the compiler plans for
-    the read of a chunk or for a step, whichever is more.
+    the read of a chunk or for a step, whichever is more. It was fitted to float32 on a CPU; four
+    layers of Llama 3 8B compiled for an H200 came out within 1 %, models of a few MB within 20 %.
+    On a CPU bfloat16 takes more than this, as copies in float32.
 
     Args:
       batch, size: rows, and tokens of each, prompt and new ones together.
