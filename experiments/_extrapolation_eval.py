@@ -175,3 +175,8 @@ def losses(seen: Mapping[str, Mapping[int, np.ndarray]], stride: int
     part = {"windows": slice(None), "sliding": slice(-stride, None)}
     return {name: {str(T): float(nats_T[part[name]].mean()) for T, nats_T in by_length.items()}
             for name, by_length in seen.items()}
+
+
+def bins(nats_T: np.ndarray, size: int) -> np.ndarray:
+    """Means over `size` places each, [T // size]; places left over are dropped in front."""
+    return nats_T[len(nats_T) % size:].reshape(-1, size).mean(axis=1)

@@ -31,7 +31,8 @@ _SIZES = ("text", "context", "steps", "batch", "layers", "d_model", "heads", "st
 def own(settings: Settings) -> dict[str, Any]:
     """What determines a trained and scored model, besides its axes."""
     return {name: getattr(settings, name) for name in _SIZES} | {
-        "attention": settings.attention, "attention_code": source_hash(settings.attention)}
+        "scored": settings.scored, "attention": settings.attention,
+        "attention_code": source_hash(settings.attention)}
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -63,8 +64,8 @@ def run(settings: Settings, members: list[Cell], context: Context
         nats = np.asarray(trained.records[r], np.float64).reshape(-1)
         metrics = scores.losses(seen[r]["test"], settings.stride) | {
             "tuning": float(seen[r]["tuning"]["windows"][lengths[0]].mean()),
-            "position": seen[r]["test"]["sliding"][lengths[-1]].reshape(
-                -1, settings.stride).mean(axis=1).round(4).tolist(),
+            "position": scores.bins(seen[r]["test"]["sliding"][lengths[-1]],
+                                    settings.stride).round(4).tolist(),
             "train_loss": float(nats[-20:].mean()),
             "curve": nats.reshape(CHUNKS, -1).mean(axis=1).round(4).tolist()}
         yield cell, Measured(metrics, trained.share(r) + scored.share(r),
@@ -118,7 +119,7 @@ def keep(context: Context, arm: str, runs: Sequence[tuple[int, float]], trained:
 def plan(settings: Settings, prepared: Prepared, share: tuple[float, float],
          lengths: Sequence[int], protocols: Sequence[str] = scores.PROTOCOLS) -> scores.Plan:
     """What to score of a half of the held-out text."""
-    region_R = scores.regions(prepared.validation, share, settings.lengths, settings.tokens)
+    region_R = scores.regions(prepared.validation, share, settings.scored, settings.tokens)
     return scores.plan(region_R, settings.region(), lengths, settings.stride, settings.slides,
                        protocols)
 

@@ -74,7 +74,8 @@ class Settings:
     d_model: int = option(64, "width", low=1)
     heads: int = option(4, "heads", low=1)
     stride: int = option(16, "S of the sliding window; at most a quarter of --context", low=1)
-    tokens: int = option(15360, "tokens scored in the protocol of windows", low=1)
+    tokens: int = option(15360, "tokens scored in the protocol of windows; at least the least "
+                         "common multiple of all lengths", low=1)
     slides: int = option(64, "windows scored in the protocol of sliding windows", low=1)
     attention: str = option("auto", "attention implementation, by name or module:function")
     strategy: str = option("auto", "how seeds run side by side",
@@ -122,9 +123,15 @@ class Settings:
         """Characters of the text."""
         return DataConfig(text=self.text, tokenizer="char", context=self.context)
 
+    @property
+    def scored(self) -> tuple[int, ...]:
+        """Every length that some part scores, ascending; all score the same regions."""
+        stretched = {factor * self.context for factor in self.extend.factors}
+        return tuple(sorted({*self.lengths, *stretched}))
+
     def region(self) -> int:
         """Tokens of a scored region: all lengths divide it."""
-        return math.lcm(*self.lengths)
+        return math.lcm(*self.scored)
 
 
 def _known(flag: str, names: tuple[str, ...], known: Any) -> None:

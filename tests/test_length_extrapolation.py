@@ -96,9 +96,11 @@ def test_losses_are_those_of_single_windows(positions, monkeypatch):
     model = models.build(ModelConfig(layers=1, d_model=8, heads=2, positions=positions), 11, 32)
     params = jax.tree.map(lambda x: 3 * x, models.init(model, jax.random.key(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, 300), jnp.uint16)
-    plans = {"test": scores.plan(np.array([100]), SIZE, (8, 10, 32), 2, 5)}
+    plans = {"test": scores.plan(np.array([100]), SIZE, (8, 10), 2, 5)}
     arrays, labels = scores.batches(plans)
-    sums = {width: np.stack([scores.loss_sums(model, params, tokens, jax.tree.map(
+    assert list(arrays) == ["10"]
+    loss_sums = jax.jit(scores.loss_sums, static_argnums=(0, 4))
+    sums = {width: np.stack([loss_sums(model, params, tokens, jax.tree.map(
         lambda x, i=i: jnp.asarray(x[i]), some), int(width)) for i in range(len(labels[width]))])
         for width, some in arrays.items()}
     found = scores.losses(scores.by_place(sums, labels, plans)["test"], 2)
@@ -123,6 +125,16 @@ def test_every_scheme_and_method_is_named_in_full():
         make_encoding(filled)
     assert settings.model(ARMS["learned"]).positions == "learned(length=1024)"
     assert math.lcm(*settings.lengths) == settings.region() == 15360
+
+
+def test_the_lengths_of_the_extension_divide_a_region_too():
+    settings = Settings(factors=(1.0, 1.5), extend=Extend(factors=(2, 4)))
+    assert settings.lengths == (64, 96) and settings.scored == (64, 96, 128, 256)
+    assert settings.region() == 768
+
+
+def test_bins_end_with_the_window():
+    assert scores.bins(np.arange(7.0), 3).tolist() == [2.0, 5.0]
 
 
 def test_cells_pair_seeds_and_know_what_decides_them():
@@ -223,10 +235,10 @@ def test_single_seeds_and_absent_parts_do_not_break_the_report():
 def test_from_flag_to_report_and_again(capsys, tmp_path):
     flags = ["--experiment=length_extrapolation", "--preset=smoke", "--steps=10",
              "--parts=schemes,extension", "--arms=rope",
-             "--factors=1,4", "--strategy=map", "--extend.methods=none,by_parts",
-             "--extend.tuned=none", "--cpu_devices=8", f"--workdir={tmp_path / 'run'}"]
+             "--factors=1,4", "--strategy=map", "--extend.methods=by_parts",
+             "--extend.tuned=by_parts", "--cpu_devices=8", f"--workdir={tmp_path / 'run'}"]
     assert launch.main(flags) == 0
-    assert "6 cells, 0 finished before, 6 to run" in capsys.readouterr().out
+    assert "4 cells, 0 finished before, 4 to run" in capsys.readouterr().out
     table = (tmp_path / "run" / "table.md").read_text()
     assert "One checkpoint under other positions" in table and "After fine-tuning" in table
     assert launch.main([*flags, "--table"]) == 0
