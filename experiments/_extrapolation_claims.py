@@ -68,7 +68,7 @@ def schemes(rows: Sequence[Row], settings: Settings) -> list[Claim]:
 
 def extension(rows: Sequence[Row], settings: Settings) -> list[Claim]:
     """Claims about zero-shot extension and about fine-tuning, at the last factor."""
-    factor, found = settings.extend.factors[-1], []
+    factor, found = max(settings.extend.factors), []
     rows = [r for r in rows if r["axes"]["factor"] == factor]
     base, far = str(settings.context), str(factor * settings.context)
     steps = settings.extend.steps

@@ -1,10 +1,10 @@
 """The part `extension`: a rotary checkpoint trained at L, read at s L in other forms, then tuned.
 
 Every method starts from the same checkpoints, one per seed, those of the scheme `rope`. A cell is
-a method at a factor s. Zero-shot: scored at L and at s L. At the last factor some methods are
+a method at a factor s. Zero-shot: scored at L and at s L. At the largest factor some methods are
 fine-tuned on rows of s L tokens and scored on the way. The (alpha, beta) of `by_parts` and `yarn`
-are chosen once, by the mean loss of `by_parts` over all seeds at the last factor, on the half of
-the held-out text that nothing else reads; scores are those of the other half.
+are chosen once, by the mean loss of `by_parts` over all seeds at the largest factor, on the
+half of the held-out text that no score reads; scores are those of the other half.
 """
 
 from collections.abc import Iterator
@@ -85,8 +85,8 @@ def _task(settings: Settings, method: str, factor: int, ramp: str, prepared: Pre
 
 def _choose(settings: Settings, params: Any, prepared: Prepared, context: Context
             ) -> tuple[str, dict[str, list[float]]]:
-    """The best alpha:beta, and the loss of each by seed: sliding, last factor, tuning half."""
-    factor, table = settings.extend.factors[-1], {}
+    """The best alpha:beta, and the loss of each by seed: sliding, largest factor, tuning half."""
+    factor, table = max(settings.extend.factors), {}
     length = factor * settings.context
     plans = {"tuning": schemes.plan(settings, prepared, schemes.TUNING, (length,), ("sliding",))}
     for ramp in settings.extend.ramps:
@@ -108,7 +108,7 @@ def _method(settings: Settings, own: list[Cell], params: Any, ramp: str,
     plan = schemes.plan(settings, prepared, schemes.TEST, lengths)
     result, seen = schemes.score(settings, task, params, {"test": plan}, prepared, context)
     results = [result]
-    tuned = method in settings.extend.tuned and factor == settings.extend.factors[-1]
+    tuned = method in settings.extend.tuned and factor == max(settings.extend.factors)
     if tuned:
         results.append(_tune(settings, task, own, params, plan, prepared, context))
     kernel = schemes.kernel_of(settings, task.model, settings.extend.batch, task.context)

@@ -22,7 +22,7 @@ class Extend:
     tuned: tuple[str, ...] = option(("none", "pi", "ntk", "by_parts", "yarn"),
                                     "methods that are fine-tuned as well")
     factors: tuple[int, ...] = option((2, 4), "s: context after over context before; the "
-                                      "last one is fine-tuned", low=2)
+                                      "largest is fine-tuned", low=2)
     # Published is 1:32, of which nothing is left at L = 64 (see rope_by_parts).
     ramps: tuple[str, ...] = option(("1:32", "1:8", "1:4", "0.5:2", "0.25:4"),
                                     "alpha:beta of by_parts and yarn to choose from")

@@ -70,7 +70,7 @@ SMOKE = {"seeds": 2, "arms": ("rope", "alibi"), "steps": 20, "factors": (1.0, 4.
          "stride": 8, "tokens": 1024, "slides": 16, "layers": 1, "d_model": 32,
          "extend.methods": ("none", "by_parts"), "extend.tuned": ("none",),
          "extend.factors": (4,), "extend.steps": 4, "extend.every": 2,
-         "extend.ramps": ("1:32", "0.25:4")}
+         "extend.ramps": ("1:32", "0.25:4"), "strategy": "queue"}
 
 # Austen's novels, because a scored region of 122,880 characters lies in no held-out play.
 FULL = {"arms": tuple(ARMS), "lrs": (3e-4, 1e-3, 3e-3), "text": "austen", "context": 512,
