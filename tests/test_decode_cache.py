@@ -191,27 +191,30 @@ def test_a_repetition_penalty_counts_the_prompt_and_what_was_drawn():
 
 
 @pytest.mark.parametrize(("options", "kind"), [
-    ({}, "model"), ({"kv_heads": 1}, "int8"), ({"mask": "causal & window(512)"}, "model"),
-    ({"dtype": "bfloat16"}, "model")], ids=str)
+    ({}, "model"), ({"kv_heads": 1}, "int8"), ({"mask": "causal & window(512)"}, "model")], ids=str)
 def test_a_step_copies_no_cache(options, kind):
-    """What is donated is written in place, and temporaries do not grow with the cache."""
-    model, params = make(4096, **options)
+    """What is donated is written in place, and temporaries do not grow with the cache.
+
+    Not in bfloat16, which XLA turns into float32 on a CPU, a layer at a time.
+    """
+    model, params = make(4096, head_dim=64, **options)
     weights = decode.unstack(model, params)
     step = jax.jit(lambda token, cache: decode_step(model, weights, token, cache),
                    donate_argnums=1)
-    temporary = {}
     for size in (1024, 4096):
         cache = init_cache(model, 2, size, kind)
         memory = step.lower(jnp.zeros((2,), jnp.int32), cache).compile().memory_analysis()
         assert memory.alias_size_in_bytes >= cache.nbytes
-        temporary[cache.places] = memory.temp_size_in_bytes
-        one_layer = cache.nbytes / 2
-        # Logits and weights of the softmax: two numbers for every head and place.
-        assert memory.temp_size_in_bytes < 0.5 * one_layer + 8 * 2 * 4 * 4 * cache.places
+        # Logits and weights of the softmax: a few numbers for every row, head and place. A copy of
+        # the keys of a layer would be as many, times 64 or 16.
+        softmax = 4 * 2 * 4 * cache.places
+        assert memory.temp_size_in_bytes < 4 * softmax + 2**16
     loop = decode.run_loop.lower(model, decode.Plan(GREEDY, 64, 4096, kind), weights,
                                  jnp.zeros((2, 8), jnp.int32), jnp.array([8, 8]), None).compile()
     cache = init_cache(model, 2, 4096, kind)
-    assert loop.memory_analysis().temp_size_in_bytes < 1.9 * cache.nbytes + 2**20
+    # The prompt of one pass reads keys and values of a layer as float32.
+    layer = 2 * 4 * 2 * model.cfg.groups * cache.places * 64
+    assert loop.memory_analysis().temp_size_in_bytes < cache.nbytes + 2 * layer + 2**20
 
 
 @pytest.mark.parametrize(("options", "words"), [

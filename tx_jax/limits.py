@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from tx_jax import models
-from tx_jax.attention._contract import SMALL
+from tx_jax.attention import SMALL
 from tx_jax.cache import FORMATS, ring_width
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError, nearest

@@ -4,6 +4,7 @@ folder without `_`, each compared with `reference.py`), and score functions, whi
 from tx_jax.attention._bias import Bias
 from tx_jax.attention._capabilities import Capabilities, Request
 from tx_jax.attention._contract import (
+    SMALL,
     attend,
     implementations,
     request_of,
@@ -15,6 +16,6 @@ from tx_jax.attention._matrix import capability_matrix
 from tx_jax.attention._trace import attention_statistics, attention_weights, trace_attention
 from tx_jax.attention.scores import ScoreFunction, make_score
 
-__all__ = ["Bias", "Capabilities", "Dropout", "Request", "ScoreFunction", "attend",
+__all__ = ["SMALL", "Bias", "Capabilities", "Dropout", "Request", "ScoreFunction", "attend",
            "attention_statistics", "attention_weights", "capability_matrix", "implementations",
            "make_score", "request_of", "resolve", "source_hash", "trace_attention"]
