@@ -192,6 +192,8 @@ def test_overflow_is_refused_before_anything_runs():
     model, params = make(6, positions="learned")
     assert generate(model, params, [[1, 2, 3]], 3, GREEDY, size=6).shape == (1, 3)
     assert generate(model, params, [[1, 2, 3]], 0, GREEDY).shape == (1, 0)
+    one = generate(model, params, [[1, 2, 3]], 1, GREEDY, size=6)
+    assert one.tolist() == generate(model, params, [[1, 2, 3]], 3, GREEDY, size=6)[:, :1].tolist()
     for prompt, new, size, words in (
             ([1, 2, 3], 4, None, "make 7, more than the 6 positions of --model.positions=learned"),
             ([1, 2, 3], 2, 4, "make 5, more than a cache of 4 places"),
@@ -209,6 +211,10 @@ def test_overflow_is_refused_before_anything_runs():
     logits, after = jax.jit(lambda c: decode_step(model, params, jnp.array([1]), c))(filled)
     assert np.isnan(logits).all()
     assert all((held.x_BKSH == 4).all() for held in (*after.k, *after.v)), "a write past the end"
+    for lengths in ([4], [-1]):
+        with pytest.raises(UserError, match="must lie between 0 and the 3 tokens"):
+            extend(model, params, jnp.array([[1, 2, 3]]), init_cache(model, 1, 6),
+                   jnp.array(lengths))
 
 
 def test_what_does_not_go_with_a_cache_is_refused():

@@ -220,8 +220,19 @@ def test_a_step_copies_no_cache(options, kind):
 @pytest.mark.parametrize(("options", "words"), [
     ({"kind": "int4"}, "a cache of kind 'int4' is unknown; choose from model, int8"),
     ({"chunk": -1}, "chunk=-1 must be a whole number"), ({"stop": 11}, "stop=11 lies outside"),
-    ({"stop": -1}, "stop=-1 must be")])
+    ({"stop": -1}, "stop=-1 must be"), ({"every": -1}, "every=-1 must be"),
+    ({"every": 1.5}, "every=1.5 must be")])
 def test_a_wrong_request_is_one_sentence(options, words):
     model, params = make()
     with pytest.raises(UserError, match=words):
-        generate(model, params, [[1]], 2, GREEDY, **options)
+        list(stream(model, params, [[1]], 2, GREEDY, **options))
+
+
+def test_a_ring_takes_nothing_beyond_the_size_of_its_text():
+    """K1: the places of a ring repeat, its text does not."""
+    model, params = make(LONG, mask=WINDOW)
+    full = jax.tree.map(lambda x: x * 0 + 6, init_cache(model, 1, 6))
+    assert full.ring and full.size == 6
+    logits, after = jax.jit(lambda c: decode_step(model, params, jnp.array([1]), c))(full)
+    assert np.isnan(logits).all()
+    assert all((held.x_BKSH == 6).all() for held in (*after.k, *after.v))

@@ -165,8 +165,8 @@ def view_of(cache: Cache, rule: Rule, positions_BT: jax.Array, lengths_B: jax.Ar
         place_BT = jnp.where(is_text_BT, positions_BT, S)
         return View(place_BT, Mask(rule, k_lengths_B=length_B, finite=True),
                     jnp.arange(S, dtype=jnp.int32)[None], cache.length_B, None, length_B)
-    # Of more tokens than places the last ones stay.
-    stays_BT = is_text_BT & (positions_BT >= length_B[:, None] - S)
+    # Of more tokens than places the last ones stay; beyond the size of the text none does.
+    stays_BT = is_text_BT & (positions_BT >= length_B[:, None] - S) & (positions_BT < cache.size)
     place_BT = jnp.where(stays_BT, positions_BT % S, S)
     if T == 1 and not ordered:
         # The token at place s is the latest whose position is s modulo S.

@@ -26,6 +26,7 @@ from tx_jax.requests import (
     check_chunk,
     check_numbers,
     check_room,
+    check_whole,
     make_plan,
     padded,
     row_keys,
@@ -90,7 +91,8 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
       params: of the model, as they are or unstacked.
       tokens_BT: int32.
       lengths_B: int32, how many of the T tokens of each row are text; the others are padding on its
-        right, with logits that mean nothing. By default all are text.
+        right, with logits that mean nothing. By default all are text. Inside a compiled program
+        numbers below 0 or above T are taken as 0 or T.
       last: give the logits after the last text token of each row only.
 
     Returns:
@@ -148,6 +150,7 @@ def prefill(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
         order_BT = jnp.argsort(~text_BT, axis=1, stable=True)
         tokens_BT = jnp.take_along_axis(tokens_BT, order_BT, axis=1)
         lengths_B = jnp.sum(text_BT, axis=1, dtype=jnp.int32)
+    check_whole("chunk", chunk, 0)
     if not chunk or chunk >= T:
         return extend(model, params, tokens_BT, cache, lengths_B, last=True)
     check_chunk(parse_mask(model.cfg.mask), chunk, T)
@@ -214,6 +217,7 @@ def stream(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_
            every: int = 16) -> Iterator[np.ndarray]:
     """As `generate`, in pieces [B, `every`] as they come; the same tokens. 0 = in one piece."""
     sampling = sampling or Sampling()
+    check_whole("every", every, 0)
     plan = make_plan(model, prompts, new_tokens, sampling, size=size, kind=kind, chunk=chunk,
                      stop=stop)
     tokens, lengths = padded(prompts)
@@ -268,6 +272,8 @@ def _loop(model, plan, n, params, state, keys_B, most) -> tuple[State, jax.Array
     """`most` of up to n more tokens, int32 [B, n]; fewer are drawn when every row is done."""
     filler = 0 if plan.stop is None else plan.stop
     out_BT = jnp.full((state.token_B.shape[0], n), filler, jnp.int32)
+    if n == 0:
+        return state, out_BT
 
     def unfinished(carry):
         i, state, _ = carry

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,8 @@ def make_plan(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: in
                             f"{total}, more than {what.format(most)}; shorten one of them.")
     if kind not in FORMATS:
         raise UserError(f"a cache of kind {kind!r} is unknown; choose from {', '.join(FORMATS)}.")
-    for name, value, low in (("chunk", chunk, 0), ("stop", stop, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)
-                                  or value < low):
-            raise UserError(f"{name}={value!r} must be a whole number of at least {low}.")
+    check_whole("chunk", chunk, 0)
+    check_whole("stop", 0 if stop is None else stop, 0)
     if stop is not None and stop >= model.vocab:
         raise UserError(f"stop={stop} lies outside the vocabulary of {model.vocab} tokens; give "
                         "the token that ends a text.")
@@ -90,6 +89,12 @@ def row_keys(sampling: Sampling, key: jax.Array | None, n: int) -> jax.Array | N
     return key if key.ndim else sequence_keys(key, n)
 
 
+def check_whole(name: str, value: Any, low: int) -> None:
+    """Raise UserError unless `value` is a whole number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UserError(f"{name}={value!r} must be a whole number of at least {low}.")
+
+
 def check_room(cache: Cache, tokens_BT: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
     """The lengths of the new tokens; UserError where they are known not to fit."""
     B, T = tokens_BT.shape
@@ -101,7 +106,10 @@ def check_room(cache: Cache, tokens_BT: jax.Array, lengths_B: jax.Array | None) 
     try:
         longest = int(np.max(np.asarray(cache.length_B + lengths_B), initial=0))
     except jax.errors.TracerArrayConversionError:  # inside a compiled program: NaN instead
-        return lengths_B
+        return jnp.clip(lengths_B, 0, T)
+    if ((lengths_B < 0) | (lengths_B > T)).any():
+        raise UserError(f"lengths_B={lengths_B.tolist()} must lie between 0 and the {T} tokens of "
+                        "each row.")
     if longest > cache.size:
         raise UserError(f"{longest} tokens do not fit into a cache of {cache.size}; make it larger "
                         "or give fewer tokens.")
@@ -137,8 +145,7 @@ def _looks_back(rule: Rule) -> bool:
 def _check_prompts(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: int
                    ) -> list[int]:
     """Lengths of the prompts; UserError if one is empty or holds something else than tokens."""
-    if isinstance(new_tokens, bool) or not isinstance(new_tokens, int) or new_tokens < 0:
-        raise UserError(f"new_tokens={new_tokens!r} must be a whole number of at least 0.")
+    check_whole("new_tokens", new_tokens, 0)
     if not len(prompts):
         raise UserError("there are no prompts; give at least one.")
     for i, prompt in enumerate(prompts):
