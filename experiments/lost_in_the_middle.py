@@ -14,7 +14,7 @@ document at the beginning or the end) and Salvatore et al. 2025 (arXiv 2510.1027
 trained from scratch show primacy, recency or both by what their training demands).
 
 Expected: a U where training asks near both ends, recency where it asks near the end, and nothing
-where it asks anywhere; all of it the weaker, the further training has come.
+where it asks anywhere; the U the shallower, the further training has come.
 """
 
 from collections.abc import Iterator
@@ -122,13 +122,16 @@ def task(settings: Settings, arm: str, items: int) -> _needles.Task:
 
 
 def refuse(settings: Settings) -> None:
-    """Raises UserError for an arm that cannot read the longest prompt."""
+    """Raises UserError for an arm that cannot read the longest prompt; starts no device."""
     for arm in settings.arms:
         n = max(settings.items)
         model = task(settings, arm, n).build(longest(settings, n))
-        tokens_BT = jnp.zeros((1, model.context), jnp.int32)
-        jax.eval_shape(lambda model=model, tokens_BT=tokens_BT: models.apply(
-            model, models.init(model, jax.random.key(0)), tokens_BT))
+
+        def read(model=model):
+            tokens_BT = jnp.zeros((1, model.context), jnp.int32)
+            return models.apply(model, models.init(model, jax.random.key(0)), tokens_BT)
+
+        jax.eval_shape(read)
 
 
 def cells(settings: Settings) -> list[Cell]:

@@ -1,6 +1,9 @@
 """Needles: what prompts hold, that only the needle moves, what the model is, what reports say."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +219,15 @@ def test_the_verdicts_follow_the_curves():
     assert "chance is 0.016" in text and "| near both ends | 24 | rope | 0.9" in text
     assert [f.name for f in made.figures] == ["lost_positions_24", "lost_distractors_24",
                                               "lost_steps_24"]
+
+
+@pytest.mark.slow
+def test_refusing_settings_starts_no_device():
+    """The launcher counts devices after it; in this process they have long been started."""
+    code = ("from experiments import lost_in_the_middle as study; from jax._src import xla_bridge; "
+            "study.refuse(study.Settings(arms=('rope', 'learned', 't5', 'fire', 'prefix'))); "
+            "assert not xla_bridge.backends_are_initialized()")
+    subprocess.run([sys.executable, "-c", code], cwd=Path(launch.__file__).parent, check=True)
 
 
 @pytest.mark.slow
