@@ -184,7 +184,7 @@ def extension(settings: Settings, rows: list[Row]) -> Found:
     made = [_zero_shot(rows, methods, settings.context), *_tuned_tables(rows, methods)]
     ramped = [r for r in rows if "ramps" in r["metrics"] and r["arm"] == "by_parts"]
     if ramped:
-        made.append(_ramp_table(ramped))
+        made.append(_ramp_table(ramped, settings))
     return claims.extension(rows, settings), made, _tuning_curves(rows, methods, settings)
 
 
@@ -214,10 +214,11 @@ def _tuned_tables(rows: Sequence[Row], methods: Sequence[str]) -> list[Table]:
         title="After fine-tuning at s L, sliding window", label=f"loss ({_NATS})")]
 
 
-def _ramp_table(rows: Sequence[Row]) -> Table:
+def _ramp_table(rows: Sequence[Row], settings: Settings) -> Table:
     last = max(r["axes"]["factor"] for r in rows)
     own = [r for r in rows if r["axes"]["factor"] == last]
-    names = list(own[0]["metrics"]["ramps"])
+    # In the order of the flag: rows just measured and rows read back differ in theirs.
+    names = [name for name in settings.extend.ramps if name in own[0]["metrics"]["ramps"]]
     lines = [(name, tables.interval(st.summarize([r["metrics"]["ramps"][name] for r in own],
                                                  bootstrap=0)),
               "chosen" if name == own[0]["metrics"]["ramp"] else "") for name in names]
