@@ -52,8 +52,9 @@ def regions(part: Part, share: tuple[float, float], lengths: Sequence[int], toke
         found += range(int(begin) + longest, int(end) - size + 1, size)
     if not found:
         raise UserError(f"no held-out document has {longest + size} tokens in a row, for which "
-                        f"--lengths={','.join(map(str, lengths))} ask (the longest and the least "
-                        "common multiple of all); choose other lengths or a longer text.")
+                        f"the lengths {','.join(map(str, lengths))} of --factors and "
+                        "--extend.factors ask (the longest and the least common multiple of all); "
+                        "choose other factors or a longer --text.")
     count = min(max(tokens // size, 1), len(found))
     return np.asarray(found)[np.linspace(0, len(found) - 1, count).round().astype(int)]
 

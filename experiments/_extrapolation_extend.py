@@ -4,7 +4,8 @@ Every method starts from the same checkpoints, one per seed, those of the scheme
 a method at a factor s. Zero-shot: scored at L and at s L. At the largest factor some methods are
 fine-tuned on rows of s L tokens and scored on the way. The (alpha, beta) of `by_parts` and `yarn`
 are chosen once, by the mean loss of `by_parts` over all seeds at the largest factor, on the
-half of the held-out text that no score reads; scores are those of the other half.
+half of the held-out text that no score reads; scores are those of the other half. Seconds and
+operations are those of scoring and tuning a method: checkpoints and the choice belong to no cell.
 """
 
 from collections.abc import Iterator

@@ -53,11 +53,12 @@ def run(settings: Settings, members: list[Cell], context: Context
     arm, lengths = members[0].arm, settings.lengths
     prepared = prepare(settings.data, Path(context.workdir) / "cache")
     task = task_of(settings, settings.model(ARMS[arm]), prepared)
+    # Before training, as it refuses a text that is too short.
+    plans = {"test": plan(settings, prepared, TEST, lengths),
+             "tuning": plan(settings, prepared, TUNING, lengths[:1], ("windows",))}
     trained = train(settings, task, [(cell.seed, cell.axis["lr"]) for cell in members], prepared,
                     context, lambda done: context.advance(0.8 * done))
     keep(context, arm, [(cell.seed, cell.axis["lr"]) for cell in members], trained)
-    plans = {"test": plan(settings, prepared, TEST, lengths),
-             "tuning": plan(settings, prepared, TUNING, lengths[:1], ("windows",))}
     scored, seen = score(settings, task, trained.carries.params, plans, prepared, context)
     kernel = kernel_of(settings, task.model, settings.batch, settings.context)
     for r, cell in enumerate(members):

@@ -63,7 +63,7 @@ class Settings:
     # Of 2e-3, 1e-2 and 2e-2 (400 steps, one seed, loss at L on the tuning half): rope 2.23, 2.18,
     # 2.25; sinusoidal 2.94, 2.58, 2.57. Not tuned for the other schemes.
     lrs: tuple[float, ...] = option((1e-2,), "learning rates; the best of an arm is chosen on "
-                                    "text that nothing else reads", low=0.0)
+                                    "text that no score reads", low=0.0)
     text: str = option("shakespeare", "as --data.text of language_model")
     context: int = option(64, "L, tokens per training row", low=8)
     factors: tuple[float, ...] = option((1.0, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0),

@@ -179,7 +179,8 @@ def _exact(parts: Mapping[str, list[Row]]) -> list[Verdict]:
           "its temporaries grow, beside the logits, by less than half of a layer's keys",
           _in_place(by_arm))
     errors = [r["metrics"]["error"] for r in parts.get("fits", [])]
-    judge(f"The predictor is within {FITS_ERROR:.0%} of what XLA plans for a generation", [
+    judge(f"The predictor, whose work bytes were fitted to plans like these, is within "
+          f"{FITS_ERROR:.0%} of what XLA plans for a generation", [
         abs(e) <= FITS_ERROR for e in errors],
         f", errors {min(errors):+.1%} to {max(errors):+.1%}" if errors else "")
     shares = [r["metrics"]["flops"] / r["metrics"]["counted"] - 1 for r in parts.get("decode", [])
@@ -204,8 +205,8 @@ def _in_place(by_arm: Mapping[int, Mapping[str, Row]]) -> list[bool]:
         for arm in set(by_arm[low]) & set(by_arm[high]):
             (a, b), shape = (by_arm[n][arm]["metrics"] for n in (low, high)), by_arm[low][arm][
                 "settings"]
-            # Seven numbers in float32 for a head and a place: logits and weights, masked or not.
-            logits = 28 * shape["batch"] * shape["heads"] * (b["places"] - a["places"])
+            # Four numbers in float32 for a head and a place: logits and weights, masked or not.
+            logits = 16 * shape["batch"] * shape["heads"] * (b["places"] - a["places"])
             half = (b["cache"] - a["cache"]) / shape["layers"] / 2
             cases.append(b["alias"] >= b["cache"] and b["temp"] - a["temp"] <= logits + half / 2)
     return cases

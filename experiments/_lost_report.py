@@ -1,5 +1,6 @@
 """What the study of needles says: claims, tables and figures from ledger rows alone."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +81,19 @@ def _lines(rows: list[Row], arms: Sequence[str]) -> list[tuple[str, int, str, li
 
 def _said(rows: list[Row], number: Callable[[dict[str, Any]], float]) -> str:
     """Mean over seeds with its interval of a number made of a row's metrics."""
-    return tables.interval(st.summarize([float(number(r["metrics"])) for r in rows], bootstrap=0))
+    found = [float(number(r["metrics"])) if _sound(r) else math.nan for r in rows]
+    return tables.interval(st.summarize(found, bootstrap=0))
+
+
+def _sound(row: dict[str, Any]) -> bool:
+    """Whether the run did not diverge; one that did is counted and enters no mean."""
+    return row["status"] != "diverged"
+
+
+def _curves(rows: list[Row], curve: Callable[[dict[str, Any]], Any]) -> np.ndarray:
+    """A curve of each row's metrics, [rows, depths], NaN where the run diverged."""
+    return np.array([np.asarray(curve(r["metrics"]), np.float64) * (1 if _sound(r) else math.nan)
+                     for r in rows])
 
 
 def _quarters(count: int) -> list[int]:
@@ -91,7 +104,7 @@ def _quarters(count: int) -> list[int]:
 def _positions(rows, arms, chance):
     lines, commands = [], []
     for regime, n, arm, members in _lines(rows, arms):
-        curve = np.array([r["metrics"]["by_step"][-1] for r in members])
+        curve = _curves(members, lambda m: m["by_step"][-1])
         at = [tables.interval(st.summarize(curve[:, i], bootstrap=0))
               for i in _quarters(curve.shape[1])]
         lines.append((TRAINED[regime], str(n), arm, *at, _said(members, lambda m: m["without"]),
@@ -149,7 +162,7 @@ def _distractors(rows, arms):
     lines = []
     for regime, n, arm, members in _lines(rows, arms):
         for m in _lengths(members):
-            curves = np.array([r["metrics"]["by_items"][str(m)]["accuracy"] for r in members])
+            curves = _curves(members, lambda x, m=m: x["by_items"][str(m)]["accuracy"])
             lines.append((TRAINED[regime], str(n), arm, str(m),
                           _said(members, lambda x, m=m: _mean_at(x, m)), *(
                 tables.interval(st.summarize(curves[:, i], bootstrap=0))
@@ -166,7 +179,7 @@ def _time_course(rows, arms):
     for regime, n, arm, members in _lines(rows, arms):
         entries = []
         for i in range(len(steps)):
-            curves = np.array([r["metrics"]["by_step"][i] for r in members])
+            curves = _curves(members, lambda x, i=i: x["by_step"][i])
             entries += [tables.interval(st.summarize(curves.mean(axis=1), bootstrap=0)),
                         tables.interval(st.summarize(
                             [shape_of_curve(c)["middle_against_ends"] for c in curves],
@@ -211,8 +224,8 @@ def _claims(rows, arms, reference):
                   "the types of GPT-2 and Llama)", arm, "ends", "middle_against_ends", "lower")
     if members := pick(reference, "uniform"):
         for fewer, more in zip(_lengths(members)[:-1], _lengths(members)[1:], strict=True):
-            low, high = ({r["seed"]: _mean_at(r["metrics"], m) for r in members}
-                         for m in (fewer, more))
+            low, high = ({r["seed"]: _mean_at(r["metrics"], m) if _sound(r) else math.nan
+                          for r in members} for m in (fewer, more))
             found.append(Claim(
                 f"Accuracy falls with the number of distractors (Liu et al. 2023, figure 5), n="
                 f"{more} against {fewer}: {reference}, trained at n={n} on needles anywhere",
@@ -236,6 +249,7 @@ def _figures(rows, arms, reference):
         steps = [f"step {s}" for s in here[0]["metrics"]["steps"]]
         for regime, _, arm, members in _lines(here, arms):
             where = f"trained on needles {TRAINED[regime]}"
+            members = [r for r in members if _sound(r)]
             curves = [r["metrics"]["by_step"] for r in members]
             series["positions"].setdefault(where, {})[arm] = [c[-1] for c in curves]
             for m in _lengths(members):

@@ -68,15 +68,15 @@ class Reader(models.DecoderLM):
     logits are over values. Were queries embedded as keys are, a query would match itself best; a
     model that keeps away from that by position keeps away from the item beside it too, which then
     is answered worse than any other. `models.init` and `models.apply` take it as any decoder, but
-    for whole prompts alone: no segments, positions of their own, dropout or cache.
+    for whole prompts alone: no segments, positions of their own or dropout.
     """
 
     @nn.compact
     def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None,
-                 scale=None, trace=False, cache=None, lengths_B=None):
-        if any(x is not None for x in (segments_BT, positions_BT, cache, lengths_B)):
-            raise ValueError("a Reader takes whole prompts alone; leave segments, positions, cache "
-                             "and lengths out.")
+                 scale=None, trace=False):
+        if segments_BT is not None or positions_BT is not None:
+            raise ValueError("a Reader takes whole prompts alone; leave segments and positions "
+                             "out.")
         cfg, V = self.cfg, self.vocab
         size = nn.FrozenDict(sizes(cfg, V, self.context))
         encoding = make_encoding(cfg.positions)
@@ -94,7 +94,7 @@ class Reader(models.DecoderLM):
                           query_VD[key_BT])
         x_BTD = encoding.embed(shared, place("BTD", x_BTD.astype(cfg.dtype)), positions_BT)
         context = {"mask": Mask(parse_mask(cfg.mask)), "scale": scale, "positions": positions_BT,
-                   "k_positions": positions_BT, "length": None, "start": None, "encoding": shared}
+                   "length": None, "start": None, "encoding": shared}
         x_BTD, aux = self._stack(size, encoding, trace)(x_BTD, context, None, None)
         x_BTD = models.Norm(cfg, name="final_norm")(x_BTD)
         return jnp.einsum("BTD,DV->BTV", x_BTD, head_DV.astype(x_BTD.dtype)).astype(

@@ -4,7 +4,8 @@ Exact match is that of free-running greedy decoding, without decoding. A row is 
 after every true prefix of its answer is the next true token. By induction greedy decoding then
 emits the answer and nothing else: its first token follows the prompt, and as long as all tokens so
 far are right, the prefix it reads is the true one. Conversely its first wrong token is one such
-argmax. `tests/test_probes.py` compares the two.
+argmax. `tests/test_probes.py` compares the two. It does not hold for schemes whose formula follows
+the length of the row (`rope_dynamic_ntk`, `longrope`), which the probes refuse.
 """
 
 from dataclasses import dataclass

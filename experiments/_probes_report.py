@@ -102,7 +102,7 @@ def _exact_table(rows: Sequence[Row], train_length: int, arms: Sequence[str],
     for ((_, task),), by_arm in tables.split(rows, ("task",)).items():
         for arm in [a for a in arms if a in by_arm]:
             members = by_arm[arm]
-            solved = int(sum(tables.values(members, "solved").values()))
+            solved = _count(members)
             low, high = st.wilson(solved, len(members))
             lines.append((task, arm, f"{members[0]['axes']['lr']:g}",
                           f"{solved}/{len(members)} [{low:.2f}, {high:.2f}]",
@@ -209,8 +209,13 @@ def _addition_claims(by_arm: Mapping[str, list[Row]], train_length: int) -> list
 
 
 def _taught(rows: Sequence[Row]) -> bool:
-    return 2 * sum(tables.values(rows, "solved").values()) > len(rows)
+    return 2 * _count(rows) > len(rows)
 
 
 def _solved(rows: Sequence[Row]) -> str:
-    return f"{int(sum(tables.values(rows, 'solved').values()))}/{len(rows)}"
+    return f"{_count(rows)}/{len(rows)}"
+
+
+def _count(rows: Sequence[Row]) -> int:
+    """Seeds that solved their task; a diverged one did not."""
+    return sum(value == 1 for value in tables.values(rows, "solved").values())

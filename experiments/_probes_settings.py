@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from experiments import _probes
 from tx_jax.config import ModelConfig, check, option
 from tx_jax.errors import UserError, nearest
+from tx_jax.options import name_of
 from tx_jax.positions import make_encoding
 
 CHUNKS = 20  # records of a run
+FOLLOWING = ("rope_dynamic_ntk", "longrope")  # see `_probe_training`
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Probes:
                 raise UserError(f"--probes.tasks names '{name}', which is unknown"
                                 f"{nearest(name, _probes.TASKS)}")
         for arm in self.arms:
-            make_encoding(arm)
+            if name_of(make_encoding(arm)) in FOLLOWING:
+                raise UserError(f"--probes.arms names '{arm}', whose formula follows the length of "
+                                "the row, so that exact match by argmax is not that of decoding; "
+                                "choose other schemes.")
         if self.d_model % self.heads:
             raise UserError(f"--probes.d_model={self.d_model} is not divisible by --probes.heads="
                             f"{self.heads}; change one of them.")

@@ -2,8 +2,10 @@
 
 Both sides hold the same small Llama with the same random weights (float32, the same cores),
 continue the same prompts greedily and take turns, so that a busy machine slows both. The whole call
-is timed, prompt included; the time of one more token comes from calls of two lengths. The peer is optional and may live in another Python that has torch and transformers:
-`--torch_python=/path/to/python`. Nothing is compared unless both sides give the same tokens.
+is timed, prompt included; the time of one more token comes from calls of two lengths. The peer is
+optional and may live in another Python that has torch and transformers:
+`--torch_python=/path/to/python`. Nothing is compared unless at least nine tokens of ten agree
+between the sides; near-ties of random weights fall either way.
 """
 
 import contextlib

@@ -27,6 +27,7 @@ import numpy as np
 
 from experiments import _decoding
 from experiments._decoding import ARMS, BASELINE, kind_of, model_of
+from experiments._kernel import kernel_name, shape
 from experiments._kv_report import make_report
 from tx_jax import decode, limits, models
 from tx_jax.config import check, option
@@ -120,7 +121,15 @@ def _decode(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, Mea
                        model, length, cached=cell.arm != "no_cache"),
                    "counted": _decoding.counted_flops(settings, cell.arm, length)}
         yield cell, Measured(metrics, sum(seconds[key]) * steps[key], compiling[key],
-                             strategy="none", kernel="auto")
+                             strategy="none", kernel=_kernel(settings, cell.arm, length))
+
+
+def _kernel(settings: Settings, arm: str, length: int) -> str:
+    """The attention of a step, or of the whole text where nothing is kept."""
+    cfg, queries = model_of(settings, arm, length).cfg, length if arm == "no_cache" else 1
+    q, k = (shape(settings.batch, n, heads, cfg.head_width, dtype=cfg.dtype)
+            for n, heads in ((queries, cfg.heads), (length, cfg.groups)))
+    return kernel_name("auto", q, k, k, mask=cfg.mask)
 
 
 def _arms(settings: Settings) -> dict[int, tuple[str, ...]]:
@@ -156,7 +165,7 @@ def _fits(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, Measu
                    "error": guess.total / planned - 1,
                    "device_bytes": limits.device_bytes("this")}
         yield cell, Measured(metrics, 0.0, time.perf_counter() - began, strategy="none",
-                             kernel="auto")
+                             kernel="decode")
 
 
 def _rounding(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, Measured]]:
@@ -171,7 +180,7 @@ def _rounding(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, M
                                      jnp.int32)
         metrics = _decoding.compare_logits(*both(init(key), text_BT))
         yield cell, Measured(metrics, time.perf_counter() - began, strategy="none",
-                             kernel="auto")
+                             kernel=_kernel(settings, "int8", length))
 
 
 def _group(cell: Cell) -> tuple:

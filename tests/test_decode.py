@@ -247,6 +247,7 @@ def test_sampling_edges():
     assert draws(Sampling(1.0, top_p=0.7)) == [{1, 3}, {0}]
     assert draws(Sampling(1.0, min_p=0.2)) == [{1, 2, 3}, {0}]
     assert sample(LOGITS.at[0, 2].set(jnp.nan), GREEDY, None).tolist() == [-1, 0]
+    assert sample(jnp.full((1, 4), -jnp.inf), GREEDY, None).tolist() == [-1]
     with pytest.raises(UserError, match="draws at random; give a key"):
         sample(LOGITS, Sampling(), None)
 

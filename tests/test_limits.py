@@ -145,3 +145,22 @@ def test_a_mistake_is_one_sentence(call, words):
     with pytest.raises(UserError) as error:
         call()
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("solve", ["context", "batch"])
+def test_the_largest_is_the_largest_where_the_prediction_falls_in_between(solve):
+    """`auto` leaves the reference at some size, and from there on needs less."""
+    model = models.build(ModelConfig(layers=4, d_model=128, heads=4), 256, 1024)
+    sizes, weights = range(100, 700) if solve == "context" else range(1, 40), weight_bytes(model)
+
+    def total(batch, size):
+        return weights + cache_bytes(model.cfg, batch, size) + limits.work_bytes(
+            model, batch, size, "model", limits.CHUNK)
+
+    need = {n: total(1, n) if solve == "context" else total(n, 100) for n in sizes}
+    found = largest_context if solve == "context" else (
+        lambda m, room: largest_batch(m, room, 100))
+    falls = [n for n in list(sizes)[1:] if need[n] < need[n - 1]]
+    assert falls, "the case this test is for"
+    for room in {need[n - 1] - 1 for n in falls} | {need[n] for n in falls} | {need[sizes[3]]}:
+        assert found(model, room).holds == max(n for n in sizes if need[n] <= room)

@@ -221,6 +221,16 @@ def test_the_verdicts_follow_the_curves():
                                               "lost_steps_24"]
 
 
+def test_a_diverged_seed_enters_no_mean():
+    rows = [row("rope", "uniform", seed, FLAT) for seed in range(5)]
+    rows[2] = row("rope", "uniform", 2, [0.0] * 9) | {"status": "diverged"}
+    made = lost_in_the_middle.report(lost_in_the_middle.Settings(arms=("rope",)), rows)
+    text = markdown(made)
+    assert "| anywhere | 24 | rope | 0.9" in text and "diverged" in text
+    assert all(v.claim.count("n=48 against 24") == 0 or v.outcome == "agrees"
+               for v in made.verdicts)
+
+
 @pytest.mark.slow
 def test_refusing_settings_starts_no_device():
     """The launcher counts devices after it; in this process they have long been started."""

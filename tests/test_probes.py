@@ -159,6 +159,13 @@ def grid(levels, tasks=("copy", "recall"), seeds=4):
             for task in tasks for arm, level in levels.items() for seed in range(seeds)]
 
 
+def test_a_diverged_seed_is_one_that_did_not_solve():
+    rows = grid({"none": 0.9, "rope": 0.1}, tasks=("copy",))
+    rows[0] |= {"status": "diverged"}
+    assert _probes_report._solved([r for r in rows if r["arm"] == "none"]) == "3/4"
+    assert _probes_report._taught(rows)
+
+
 def test_reciprocal_ranks_are_counted_by_hand():
     rows = [row("copy", arm, 0, {"8": 1.0, "16": x}) for arm, x in
             (("none", 0.9), ("t5", 0.5), ("rope", 0.0), ("sinusoidal", 0.0))]

@@ -264,3 +264,15 @@ def test_nothing_is_bold_below_five_finite_seeds():
     assert winners(lost, lower_is_better=True) == set()
     apart = {**arms, "b": {s + 3: v for s, v in arms["b"].items()}}
     assert winners(apart, lower_is_better=True) == set(), "five seeds each, two in common"
+
+
+def test_not_higher_has_no_bound_below():
+    """What gets better by more than the margin has not got worse."""
+    start = dict.fromkeys(range(5), 1.0)
+    better = paired({s: 0.4 + 0.01 * s for s in range(5)}, start)
+    worse = paired({s: 1.2 + 0.01 * s for s in range(5)}, start)
+    assert judge("c", better, "not higher", margin=0.1).outcome == "agrees"
+    assert judge("c", better, "equal", margin=0.1).outcome == "differs"
+    assert judge("c", worse, "not higher", margin=0.1).outcome == "differs"
+    assert judge("c", worse, "not higher", margin=0.5).outcome == "agrees"
+    assert judge("c", worse, "not higher", margin=0.21).outcome.startswith("not resolvable")

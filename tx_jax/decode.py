@@ -136,7 +136,8 @@ def prefill(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
     """Read the prompts.
 
     Args:
-      segments_BT: 0 = padding, on the left or on the right; the rest of a row is one text.
+      segments_BT: 0 = padding, on the left or on the right; the rest of a row is one text. Logits
+        of a row without text mean nothing.
       chunk: read so many tokens at a time, which bounds the memory of long prompts; 0 = all.
 
     Returns:
@@ -215,7 +216,10 @@ def stream(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_
            sampling: Sampling | None = None, key: jax.Array | None = None, *,
            size: int | None = None, kind: str = "model", chunk: int = 0, stop: int | None = None,
            every: int = 16) -> Iterator[np.ndarray]:
-    """As `generate`, in pieces [B, `every`] as they come; the same tokens. 0 = in one piece."""
+    """As `generate`, piece by piece as they come: the first token, then [B, `every`] at a time.
+
+    The same tokens, and the last piece may be shorter; `every` 0 = all in one piece.
+    """
     sampling = sampling or Sampling()
     check_whole("every", every, 0)
     plan = make_plan(model, prompts, new_tokens, sampling, size=size, kind=kind, chunk=chunk,

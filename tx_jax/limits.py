@@ -209,9 +209,10 @@ def largest_context(model: DecoderLM, device_bytes: int, batch: int = 1, kind: s
     """
     _check(device_bytes=device_bytes, batch=batch)
     _check(0, chunk=chunk)
-    weights = weight_bytes(model)
-    most = _most(lambda n: weights + cache_bytes(model.cfg, batch, n, kind)
-                 + work_bytes(model, batch, n, kind, chunk) <= device_bytes)
+    weights, cfg = weight_bytes(model), model.cfg
+    leaves = _most(lambda n: batch * cfg.heads * min(chunk or n, n) * places(cfg, n) <= SMALL)
+    most = _most(lambda n: weights + cache_bytes(cfg, batch, n, kind)
+                 + work_bytes(model, batch, n, kind, chunk) <= device_bytes, (chunk, leaves))
     return Fit(most, "token", most, max_length(model), model.context)
 
 
@@ -224,9 +225,10 @@ def largest_batch(model: DecoderLM, device_bytes: int, size: int, kind: str = "m
     """
     _check(device_bytes=device_bytes, size=size)
     _check(0, chunk=chunk)
-    weights = weight_bytes(model)
-    most = _most(lambda n: weights + cache_bytes(model.cfg, n, size, kind)
-                 + work_bytes(model, n, size, kind, chunk) <= device_bytes)
+    weights, cfg = weight_bytes(model), model.cfg
+    leaves = _most(lambda n: n * cfg.heads * min(chunk or size, size) * places(cfg, size) <= SMALL)
+    most = _most(lambda n: weights + cache_bytes(cfg, n, size, kind)
+                 + work_bytes(model, n, size, kind, chunk) <= device_bytes, (leaves,))
     return Fit(most, "row", size, max_length(model), model.context)
 
 
@@ -245,9 +247,13 @@ def device_bytes(name: str) -> int:
     return statistics.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _most(fits: Callable[[int], bool], most: int = 2**50) -> int:
-    """The largest n up to `most` with fits(n), which is true up to some n; 0 if there is none."""
-    low, high = 0, 1
+def _most(fits: Callable[[int], bool], dips: tuple[int, ...] = (), most: int = 2**50) -> int:
+    """The largest n up to `most` with fits(n), 0 if there is none.
+
+    `fits` turns from true to false as n grows; after a number of `dips` it may be true once more.
+    """
+    start = max((n for n in dips if n < most and fits(n + 1)), default=0)
+    low, high = start, start + 1
     while high <= most and fits(high):
         low, high = high, 2 * high
     while high - low > 1:

@@ -51,13 +51,13 @@ class Sampling:
 
 def sample(logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array | None,
            seen_BV: jax.Array | None = None) -> jax.Array:
-    """The next tokens, int32 [B]; -1 where the logits are not numbers.
+    """The next tokens, int32 [B]; -1 where a logit is NaN or the largest is infinite.
 
     Args:
       keys_B: one PRNG key per row, which alone decides it; not read at temperature 0.
       seen_BV: bool, the tokens that the row holds; a repetition penalty needs it.
     """
-    bad_B = jnp.any(jnp.isnan(logits_BV), axis=-1)
+    bad_B = jnp.any(jnp.isnan(logits_BV), axis=-1) | jnp.isinf(jnp.max(logits_BV, axis=-1))
     if sampling.repetition_penalty != 1:
         logits_BV = _penalize(logits_BV, sampling.repetition_penalty, seen_BV)
     if sampling.temperature == 0:

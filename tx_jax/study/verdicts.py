@@ -16,9 +16,9 @@ class Claim:
     """What somebody published about (arm - baseline), and the comparison that tests it.
 
     Attributes:
-      expected: "higher", "lower" or "equal".
-      margin: for "equal": differences up to this size count as none (the noise floor, say); for the
-        others: the effect has to be larger.
+      expected: "higher", "lower", "equal" or "not higher".
+      margin: for "equal" and "not higher": differences up to this size count as none (the noise
+        floor, say); for the others: the effect has to be larger.
     """
 
     text: str
@@ -56,11 +56,12 @@ def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0,
     """Verdict of a published claim about (arm - baseline).
 
     Args:
-      expected: "higher", "lower" or "equal".
+      expected: "higher", "lower", "equal" or "not higher".
       margin: for "equal": differences up to this size count as none (the noise floor, say); the
         claim agrees when the whole interval lies within it and differs when all of it lies
-        without. For the others: the claim agrees when the whole interval lies beyond it in the
-        claimed direction, and differs when the effect has the other direction.
+        without. "not higher" is the same with no bound below. For the others: the claim agrees
+        when the whole interval lies beyond it in the claimed direction, and differs when the effect
+        has the other direction.
       family: how many claims share the level of 5 %; the seeds needed are for that share of it.
     """
     c = comparison
@@ -68,11 +69,12 @@ def judge(claim: str, comparison: Paired, expected: str, *, margin: float = 0.0,
         return Verdict(claim, _OPEN, f"{c.n} pair(s) of seeds; at least 2 are needed, 5 are usual",
                        5)
     text = _said(c)
-    if expected == "equal":
-        if c.low is not None and -margin <= c.low and c.high <= margin:
+    if expected in ("equal", "not higher"):
+        least = -margin if expected == "equal" else -math.inf
+        if c.low is not None and least <= c.low and c.high <= margin:
             return Verdict(claim, "agrees", text)
-        outside = (abs(c.difference) > margin if c.low is None else
-                   c.low > margin or c.high < -margin)
+        outside = (not least <= c.difference <= margin if c.low is None else
+                   c.low > margin or c.high < least)
         if c.resolved and outside:
             return Verdict(claim, "differs", text)
         need = seeds_needed(margin, c.std) if c.std is not None and margin else None
