@@ -59,7 +59,7 @@ class Settings:
 
     parts: tuple[str, ...] = option(PARTS, f"parts to run: {', '.join(PARTS)}")
     seeds: int = option(3, "seeds of the parts schemes and extension", low=1)
-    arms: tuple[str, ...] = option(tuple(ARMS)[:8], f"position schemes: {', '.join(ARMS)}")
+    arms: tuple[str, ...] = option(tuple(ARMS)[:7], f"position schemes: {', '.join(ARMS)}")
     # Of 2e-3, 1e-2 and 2e-2 (400 steps, one seed, loss at L on the tuning half): rope 2.23, 2.18,
     # 2.25; sinusoidal 2.94, 2.58, 2.57. Not tuned for the other schemes.
     lrs: tuple[float, ...] = option((1e-2,), "learning rates; the best of an arm is chosen on "
