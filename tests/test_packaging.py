@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("tx_jax", "experiments", "kernels_pallas")
 OWN = {*PACKAGES, "launch", "tests"}
 # Scripts that a study starts in a process of its own where the extra is installed.
-SCRIPTS = dict.fromkeys(("_torch_gpt.py", "_torch_attention.py"), "torch")
+SCRIPTS = dict.fromkeys(("_torch_gpt.py", "_torch_attention.py", "_torch_llama.py"), "torch")
 UNPINNED_EXTRAS = {"torch"}  # setup.cfg says why
 
 
