@@ -185,9 +185,9 @@ def test_transformations(name, key):
                                atol=1e-6)
     jacobian = jax.jit(jax.jacobian(lambda q: call(q, k, v)))(q)
     np.testing.assert_allclose(jnp.tensordot(2 * out, jacobian, 4), grad, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(jax.grad(jax.checkpoint(loss)))(q), grad, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(jax.checkpoint(loss)))(q), grad, atol=5e-6)
     _, scanned = jax.lax.scan(lambda c, x: (c, jax.grad(loss)(x)), 0, jnp.stack([q, q]))
-    np.testing.assert_allclose(scanned[1], grad, atol=1e-6)
+    np.testing.assert_allclose(scanned[1], grad, atol=5e-6)
     if not implementations()[name].jvp:
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(loss, (q,), (v,))

@@ -92,7 +92,7 @@ def rows():
             n = limits.cache_bytes(cfg, 1, size, _decoding.kind_of(arm))
             S = limits.places(cfg, size)
             found.append(row("memory", arm, {"cache": n, "formula": n, "places": S, "alias": n + 4,
-                                             "temp": 1000 + 56 * S}, length=size))
+                                             "temp": 1000 + 24 * S}, length=size))
     found += [row("fits", arm, {"weights": 1, "cache": 2, "work": 3, "predicted": 6, "planned": 6,
                                 "error": 0.04, "device_bytes": 10**9}, batch=1, length=8)
               for arm in kv_cache.FITS]

@@ -163,7 +163,7 @@ def test_a_diverged_seed_is_one_that_did_not_solve():
     rows = grid({"none": 0.9, "rope": 0.1}, tasks=("copy",))
     rows[0] |= {"status": "diverged"}
     assert _probes_report._solved([r for r in rows if r["arm"] == "none"]) == "3/4"
-    assert _probes_report._taught(rows)
+    assert _probes_report._taught([r for r in rows if r["arm"] == "none"])
 
 
 def test_reciprocal_ranks_are_counted_by_hand():
