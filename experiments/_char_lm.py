@@ -15,7 +15,12 @@ from tx_jax.train import Batch, init_state, loss_and_grads, train_step
 
 @dataclass(frozen=True)
 class Task:
-    """What is compiled once: the architecture, the optimizer and every size."""
+    """What is compiled once: the architecture, the optimizer and every size.
+
+    Attributes:
+      context: length of a training row.
+      steps: of the whole run, for the schedule.
+    """
 
     model: ModelConfig
     optim: OptimConfig

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments._extrapolation_models import Task, rows
+from experiments._char_lm import Task
+from experiments._extrapolation_models import rows
 from tx_jax import models
 from tx_jax.data import Part
 from tx_jax.errors import UserError

@@ -18,7 +18,8 @@ import numpy as np
 
 from experiments import _extrapolation_eval as scores
 from experiments import _extrapolation_schemes as schemes
-from experiments._extrapolation_models import ARMS, METHODS, Task, fine_tuning
+from experiments._char_lm import Task
+from experiments._extrapolation_models import ARMS, METHODS, fine_tuning
 from experiments._extrapolation_settings import STUDY, Settings
 from tx_jax.config import OptimConfig
 from tx_jax.data import Prepared, prepare, window_starts

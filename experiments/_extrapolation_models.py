@@ -6,14 +6,13 @@ training, {longest} the longest evaluation, {factor} how many times longer than 
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from experiments._char_lm import Task, windows
 from tx_jax import models
-from tx_jax.config import ModelConfig, OptimConfig
 from tx_jax.study.replicas import Program
 from tx_jax.train import Batch, TrainState, init_state, train_step
 
@@ -43,32 +42,10 @@ METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is compiled once: the architecture, the optimizer and every size.
-
-    Attributes:
-      context: length of a training row.
-      steps: of the whole run, for the schedule.
-    """
-
-    model: ModelConfig
-    optim: OptimConfig
-    vocab: int
-    context: int
-    steps: int
-
-    def build(self) -> models.DecoderLM:
-        """The model."""
-        return models.build(self.model, self.vocab, self.context)
-
-
 def rows(tokens: jax.Array, starts_B: jax.Array, length: int) -> Batch:
     """Rows of `length` inputs and the tokens that follow them; their positions count from 0."""
-    index_BT = starts_B[:, None] + jnp.arange(length + 1, dtype=starts_B.dtype)[None, :]
-    found = tokens.at[index_BT].get(mode="promise_in_bounds").astype(jnp.int32)
     # One row of positions serves all: a bias is then computed once, not once per row.
-    return {"tokens_BT": found[:, :-1], "targets_BT": found[:, 1:],
+    return {**windows(tokens, starts_B, length),
             "positions_BT": jnp.arange(length, dtype=jnp.int32)[None]}
 
 

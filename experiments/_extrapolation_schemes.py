@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import _extrapolation_eval as scores
-from experiments._extrapolation_models import ARMS, Task, training
+from experiments._char_lm import Task
+from experiments._extrapolation_models import ARMS, training
 from experiments._extrapolation_settings import STUDY, Settings
 from experiments._kernel import kernel_name, shape
 from tx_jax.attention import Bias, source_hash

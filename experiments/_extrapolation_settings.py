@@ -6,8 +6,8 @@ from typing import Any
 
 from experiments._extrapolation_models import ARMS, METHODS
 from experiments._probes_settings import Probes
-from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, option
-from tx_jax.errors import UserError, nearest
+from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, check_names, option
+from tx_jax.errors import UserError
 from tx_jax.positions import make_encoding
 
 STUDY = "length_extrapolation"
@@ -34,8 +34,8 @@ class Extend:
 
     def __post_init__(self) -> None:
         check(self, "extend")
-        _known("extend.methods", self.methods, METHODS)
-        _known("extend.tuned", self.tuned, METHODS)
+        check_names("extend.methods", self.methods, METHODS)
+        check_names("extend.tuned", self.tuned, METHODS)
         if self.steps % self.every:
             raise UserError(f"--extend.steps={self.steps} is not a multiple of --extend.every="
                             f"{self.every}; change one of them.")
@@ -86,8 +86,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self, "")
-        _known("parts", self.parts, PARTS)
-        _known("arms", self.arms, ARMS)
+        check_names("parts", self.parts, PARTS)
+        check_names("arms", self.arms, ARMS)
         if self.factors[0] != 1:
             raise UserError(f"--factors={','.join(f'{f:g}' for f in self.factors)} start at "
                             f"{self.factors[0]:g}; put 1 first, to which all are compared.")
@@ -132,9 +132,3 @@ class Settings:
     def region(self) -> int:
         """Tokens of a scored region: all lengths divide it."""
         return math.lcm(*self.scored)
-
-
-def _known(flag: str, names: tuple[str, ...], known: Any) -> None:
-    for name in names:
-        if name not in known:
-            raise UserError(f"--{flag} names '{name}', which is unknown{nearest(name, known)}")

@@ -15,7 +15,7 @@ from tx_jax import limits
 from tx_jax.study import statistics as st
 from tx_jax.study.figures import Figure, lines, looks
 from tx_jax.study.report import Report
-from tx_jax.study.tables import number
+from tx_jax.study.tables import factor
 from tx_jax.study.verdicts import Claim, Verdict, judge_all
 
 Row = dict[str, Any]
@@ -127,19 +127,12 @@ def _timed(rows: Sequence[Row]) -> tuple[Verdict, ...]:
             compare(f"Our expectation: a step of {arm} takes the same at context {longest} and at "
                     f"{low} ({FLAT - 1:.0%} allowed)", _log_seconds(found[arm, longest]),
                     _log_seconds(found[arm, low]), "equal", math.log(FLAT))
-    return tuple(replace(v, detail=f"time x {_times(c.comparison)}; in logarithms: {v.detail}")
+    return tuple(replace(v, detail=f"time x {factor(c.comparison)}; in logarithms: {v.detail}")
                  for v, c in zip(judge_all(claims), claims, strict=True))
 
 
 def _log_seconds(row: Row) -> dict[int, float]:
     return {i: math.log(x) for i, x in enumerate(row["metrics"]["seconds"])}
-
-
-def _times(c: st.Paired) -> str:
-    text = number(math.exp(c.difference), digits=3)
-    if c.low is None:
-        return text
-    return f"{text} [{number(math.exp(c.low), digits=3)}, {number(math.exp(c.high), digits=3)}]"
 
 
 def _exact(parts: Mapping[str, list[Row]]) -> list[Verdict]:

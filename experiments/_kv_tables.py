@@ -8,7 +8,7 @@ from experiments._decoding import ARMS, BASELINE
 from tx_jax import limits, models
 from tx_jax.config import ModelConfig
 from tx_jax.study import statistics as st
-from tx_jax.study.tables import Bold, Table, interval, number
+from tx_jax.study.tables import Bold, Table, interval, number, ratio
 
 Row = dict[str, Any]
 BATCH_CONTEXT = 8192  # at which rows are counted
@@ -46,14 +46,6 @@ def commands(rows: Sequence[Row]) -> tuple[tuple[str, str], ...]:
                   f"seed={r['seed']}", r["command"]) for r in rows if "command" in r)
 
 
-def _ratio(row: Row) -> str:
-    m = row["metrics"]
-    text = number(m["ratio"], digits=3)
-    if not math.isfinite(m["ratio_high"]):
-        return f"{text} (no CI, n={len(m['ratios'])})"
-    return f"{text} [{number(m['ratio_low'], digits=3)}, {number(m['ratio_high'], digits=3)}]"
-
-
 def time_table(rows: Sequence[Row]) -> Table:
     """Time of the baseline, and of the others over it."""
     arms, lines = [a for a in ARMS if a != BASELINE], []
@@ -62,8 +54,8 @@ def time_table(rows: Sequence[Row]) -> Table:
         base = group.get(BASELINE)
         lines.append((str(length), "–" if base is None else
                       number(1e3 * base["metrics"]["second"], digits=3),
-                      *("–" if a not in group else Bold(_ratio(group[a])) if a in best else
-                        _ratio(group[a]) for a in arms)))
+                      *("–" if a not in group else Bold(ratio(group[a])) if a in best else
+                        ratio(group[a]) for a in arms)))
     return Table("Time of a token at a full context", ("context", f"{BASELINE} (ms)", *arms),
                  tuple(lines), caption=f"Time over that of {BASELINE}, median over rounds with "
                  "95 % CI; bold: the fastest, where it beats every other arm after Holm's "

@@ -18,7 +18,7 @@ from tx_jax.masks.picture import draw_mask
 from tx_jax.study import statistics as st
 from tx_jax.study.figures import Figure, looks
 from tx_jax.study.report import Report
-from tx_jax.study.tables import Bold, Table, number
+from tx_jax.study.tables import Bold, Table, factor, number, ratio
 from tx_jax.study.verdicts import Claim, Verdict, judge_all
 
 Row = dict[str, Any]
@@ -128,23 +128,8 @@ def _verdicts(found: Mapping[tuple, Row]) -> tuple[Verdict, ...]:
     compare("tiles", "full", "gradients", "tiles_skip", "tiles_all", "Our expectation: where no "
             "tile is empty, the list costs nothing (10 % allowed)", "equal", math.log(1.1))
     verdicts = judge_all(claims)
-    return tuple(replace(v, detail=f"time x {_times(c.comparison)}; in logarithms: {v.detail}")
+    return tuple(replace(v, detail=f"time x {factor(c.comparison)}; in logarithms: {v.detail}")
                  for v, c in zip(verdicts, claims, strict=True))
-
-
-def _times(c: st.Paired) -> str:
-    text = number(math.exp(c.difference), digits=3)
-    if c.low is None:
-        return text
-    return f"{text} [{number(math.exp(c.low), digits=3)}, {number(math.exp(c.high), digits=3)}]"
-
-
-def _ratio(row: Row) -> str:
-    m = row["metrics"]
-    text = number(m["ratio"], digits=3)
-    if not math.isfinite(m["ratio_high"]):
-        return f"{text} (no CI, n={len(m['ratios'])})"
-    return f"{text} [{number(m['ratio_low'], digits=3)}, {number(m['ratio_high'], digits=3)}]"
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, Row]]:
@@ -172,8 +157,8 @@ def _ratio_table(rows: Sequence[Row], pass_: str) -> Table:
         any_row = next(iter(group.values()))["metrics"]
         lines.append((mask, str(length), f"{any_row['allowed']:.0%}", f"{any_row['skipped']:.0%}",
                       _milliseconds(base) if base else "–",
-                      *(("–" if a not in group else Bold(_ratio(group[a])) if a in best else
-                         _ratio(group[a])) for a in arms)))
+                      *(("–" if a not in group else Bold(ratio(group[a])) if a in best else
+                         ratio(group[a])) for a in arms)))
     return Table(f"Time, {_said(pass_)}", ("mask", "length", "pairs allowed", "tiles empty",
                                            "add (ms)", *arms), tuple(lines),
                  caption="Time over that of add, median over rounds with 95 % CI; bold: the "
@@ -196,7 +181,7 @@ def _megabytes(row: Row | None) -> str:
 
 def _pair_table(rows: Sequence[Row]) -> Table:
     lines = [(str(length), *(_milliseconds(group[a]) for a in ARMS["pairs"] if a in group),
-              *(_ratio(group[a]) for a in ARMS["pairs"] if a in group and a != BASELINE))
+              *(ratio(group[a]) for a in ARMS["pairs"] if a in group and a != BASELINE))
              for (_, length), group in _groups(rows).items()
              if all(a in group for a in ARMS["pairs"])]
     return Table("Pair by pair: causal, forward", (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from experiments import _probes
-from tx_jax.config import ModelConfig, check, option
-from tx_jax.errors import UserError, nearest
+from tx_jax.config import ModelConfig, check, check_names, option
+from tx_jax.errors import UserError
 from tx_jax.options import name_of
 from tx_jax.positions import make_encoding
 
@@ -42,10 +42,7 @@ class Probes:
 
     def __post_init__(self) -> None:
         check(self, "probes")
-        for name in self.tasks:
-            if name not in _probes.TASKS:
-                raise UserError(f"--probes.tasks names '{name}', which is unknown"
-                                f"{nearest(name, _probes.TASKS)}")
+        check_names("probes.tasks", self.tasks, _probes.TASKS)
         for arm in self.arms:
             if name_of(make_encoding(arm)) in FOLLOWING:
                 raise UserError(f"--probes.arms names '{arm}', whose formula follows the length of "

@@ -30,6 +30,7 @@ from experiments._decoding import ARMS, BASELINE, kind_of, model_of
 from experiments._kernel import kernel_name, shape
 from experiments._kv_report import make_report
 from tx_jax import decode, limits, models
+from tx_jax.cache import places_of
 from tx_jax.config import check, option
 from tx_jax.errors import UserError
 from tx_jax.study import statistics as st
@@ -147,7 +148,7 @@ def _memory(settings: Settings, members: list[Cell]) -> Iterator[tuple[Cell, Mea
             ).memory_analysis()
         metrics = {"cache": decode.init_cache(model, settings.batch, size, kind).nbytes,
                    "formula": limits.cache_bytes(model.cfg, settings.batch, size, kind),
-                   "places": limits.places(model.cfg, size),
+                   "places": places_of(model.cfg, size),
                    "alias": memory.alias_size_in_bytes, "temp": memory.temp_size_in_bytes}
         yield cell, Measured(metrics, 0.0, time.perf_counter() - began, strategy="none",
                              kernel="decode")

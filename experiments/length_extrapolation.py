@@ -86,7 +86,7 @@ STUDY = Study(
              "full": FULL | _probes_settings.FULL}, cells=cells, run=run,
     report=make_report, group=group, data=data,
     files=tuple(Path(__file__).parent / name for name in
-                ("length_extrapolation.py", "_extrapolation_settings.py",
+                ("length_extrapolation.py", "_char_lm.py", "_extrapolation_settings.py",
                  "_extrapolation_models.py", "_extrapolation_eval.py",
                  "_extrapolation_schemes.py", "_extrapolation_extend.py",
                  "_probes.py", "_probes_settings.py", "_probe_training.py", "_probes_part.py")))

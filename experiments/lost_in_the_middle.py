@@ -31,8 +31,8 @@ from experiments._kernel import kernel_name, shape
 from experiments._lost_report import make_report
 from tx_jax import models
 from tx_jax.attention import source_hash
-from tx_jax.config import ModelConfig, OptimConfig, check, option
-from tx_jax.errors import UserError, nearest
+from tx_jax.config import ModelConfig, OptimConfig, check, check_names, option
+from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
@@ -81,10 +81,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self, "")
-        for name in self.regimes:
-            if name not in _needles.REGIMES:
-                raise UserError(f"--regimes names '{name}', which is unknown"
-                                f"{nearest(name, _needles.REGIMES)}")
+        check_names("regimes", self.regimes, _needles.REGIMES)
         if self.steps % self.every:
             raise UserError(f"--steps={self.steps} is not a multiple of --every={self.every}; "
                             "change one of them.")

@@ -31,8 +31,8 @@ import numpy as np
 from experiments import _masked
 from experiments._masking_report import ARMS, BASELINE, make_report
 from tx_jax.attention import attend
-from tx_jax.config import check, option
-from tx_jax.errors import UserError, nearest
+from tx_jax.config import check, check_names, option
+from tx_jax.errors import UserError
 from tx_jax.masks import EMPTY, Mask, dense_mask, parse_mask, tile_kinds
 from tx_jax.study import statistics as st
 from tx_jax.study.cells import Cell, canonical
@@ -69,9 +69,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self, "")
-        for name in self.masks:
-            if name not in MASKS:
-                raise UserError(f"--masks names '{name}', which is unknown{nearest(name, MASKS)}")
+        check_names("masks", self.masks, MASKS)
         for length in self.lengths:
             if length % self.tile:
                 raise UserError(f"--lengths names {length}, which --tile={self.tile} does not "

@@ -30,9 +30,9 @@ from experiments._initial import softmax_at_init
 from experiments._kernel import kernel_name, shape
 from experiments._scaling_report import make_report
 from tx_jax.attention import make_score, source_hash
-from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, option
+from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, check_names, option
 from tx_jax.data import load_text, prepare, window_starts
-from tx_jax.errors import UserError, nearest
+from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, canonical, data_hash
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
@@ -131,10 +131,7 @@ class Settings:
         check(self, "")
         for flag, names, known in (("parts", self.parts, PARTS), ("arms", self.arms, ARMS),
                                    ("lm.arms", self.lm.arms, ARMS)):
-            for name in names:
-                if name not in known:
-                    raise UserError(f"--{flag} names '{name}', which is unknown"
-                                    f"{nearest(name, known)}")
+            check_names(flag, names, known)
         for flag, names in (("arms", self.arms), ("lm.arms", self.lm.arms)):
             if BASELINE not in names:
                 raise UserError(f"--{flag}={','.join(names)} lacks '{BASELINE}', to which every "

@@ -14,6 +14,7 @@ from experiments._kv_report import verdicts
 from experiments._kv_tables import KNOWN
 from tests.helpers import make_params
 from tx_jax import decode, limits
+from tx_jax.cache import places_of
 from tx_jax.study.report import markdown
 
 TINY = kv_cache.Settings(lengths=(8, 16), longer=(32,), sizes=(8, 16), fit_sizes=(8,),
@@ -90,7 +91,7 @@ def rows():
         for arm in _decoding.ARMS[1:]:
             cfg = _decoding.model_of(TINY, arm, size).cfg
             n = limits.cache_bytes(cfg, 1, size, _decoding.kind_of(arm))
-            S = limits.places(cfg, size)
+            S = places_of(cfg, size)
             found.append(row("memory", arm, {"cache": n, "formula": n, "places": S, "alias": n + 4,
                                              "temp": 1000 + 24 * S}, length=size))
     found += [row("fits", arm, {"weights": 1, "cache": 2, "work": 3, "predicted": 6, "planned": 6,

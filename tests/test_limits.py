@@ -8,7 +8,7 @@ import pytest
 from experiments._decoding import counted_flops, generation_memory, model_of
 from experiments.kv_cache import Settings
 from tx_jax import decode, limits, models
-from tx_jax.cache import empty_cache
+from tx_jax.cache import empty_cache, places_of
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.limits import Fit, cache_bytes, largest_batch, largest_context, predict, weight_bytes
@@ -35,7 +35,7 @@ def test_cache_bytes_are_those_of_a_cache(options, kind):
     cfg = ModelConfig(**{"layers": 2, "d_model": 32, **options})
     cache = empty_cache(cfg, 3, 20, kind)
     assert cache_bytes(cfg, 3, 20, kind) == cache.nbytes
-    assert limits.places(cfg, 20) == cache.places
+    assert places_of(cfg, 20) == cache.places
 
 
 @pytest.mark.parametrize("options", [

@@ -100,14 +100,23 @@ def empty_cache(cfg: ModelConfig, batch: int, size: int, kind: str = "model") ->
     Raises:
       UserError: unknown kind.
     """
-    if kind not in FORMATS:
-        raise UserError(f"a cache of kind {kind!r} is unknown; choose from {', '.join(FORMATS)}.")
-    window = ring_width(parse_mask(cfg.mask))
-    places = size if window is None else min(window, size)
+    check_kind(kind)
+    places = places_of(cfg, size)
     shape = (batch, cfg.groups, places, cfg.head_width)
     layer = [Held.empty(shape, cfg.dtype, kind == "int8") for _ in range(2 * cfg.layers)]
     return Cache(tuple(layer[::2]), tuple(layer[1::2]), jnp.zeros((batch,), jnp.int32), size,
                  places < size)
+
+
+def check_kind(kind: str) -> None:
+    """Raise UserError unless `kind` is a format of a cache."""
+    if kind not in FORMATS:
+        raise UserError(f"a cache of kind {kind!r} is unknown; choose from {', '.join(FORMATS)}.")
+
+
+def places_of(cfg: ModelConfig, size: int) -> int:
+    """S of a cache for texts of `size` tokens: as many, or the window of a ring."""
+    return min(size, ring_width(parse_mask(cfg.mask)) or size)
 
 
 def ring_width(rule: Rule) -> int | None:

@@ -6,6 +6,7 @@ under which the field is read at all: setting it otherwise is an error, see `fla
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,19 @@ def check(cfg: Any, prefix: str) -> None:
                             f"{value - value % step + step}.")
         if isinstance(value, tuple) and len(set(value)) < len(value):
             raise UserError(f"{flag}={','.join(map(str, value))} names a value twice; drop one.")
+
+
+def check_names(flag: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UserError at the first of `names` that is not among `known`."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"--{flag} names '{name}', which is unknown{nearest(name, known)}")
+
+
+def check_whole(name: str, value: Any, low: int) -> None:
+    """Raise UserError unless `value` is a whole number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise UserError(f"{name}={value!r} must be a whole number of at least {low}.")
 
 
 def resolved(cfg: Any) -> Any:

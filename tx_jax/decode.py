@@ -16,6 +16,7 @@ from flax.core import FrozenDict
 
 from tx_jax import limits, models
 from tx_jax.cache import Cache, empty_cache, view_of
+from tx_jax.config import check_whole
 from tx_jax.errors import UserError
 from tx_jax.letters import ein, sizes
 from tx_jax.masks import parse_mask
@@ -26,7 +27,6 @@ from tx_jax.requests import (
     check_chunk,
     check_numbers,
     check_room,
-    check_whole,
     make_plan,
     padded,
     row_keys,

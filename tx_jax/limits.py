@@ -14,12 +14,11 @@ import jax
 
 from tx_jax import models
 from tx_jax.attention import SMALL
-from tx_jax.cache import FORMATS, ring_width
-from tx_jax.config import ModelConfig
+from tx_jax.cache import check_kind, places_of
+from tx_jax.config import ModelConfig, check_whole
 from tx_jax.errors import UserError, nearest
 from tx_jax.layers import GATED
 from tx_jax.letters import letters_of, sizes
-from tx_jax.masks import parse_mask
 from tx_jax.models import DecoderLM
 from tx_jax.positions import make_encoding
 
@@ -41,11 +40,6 @@ def max_length(model: DecoderLM) -> int | None:
     return min([*limits, *filter(None, [encoding.max_length])], default=None)
 
 
-def places(cfg: ModelConfig, size: int) -> int:
-    """S of a cache for texts of `size` tokens: as many, or the window of a ring."""
-    return min(size, ring_width(parse_mask(cfg.mask)) or size)
-
-
 def cache_bytes(cfg: ModelConfig, batch: int, size: int, kind: str = "model") -> int:
     """Bytes of keys and values, 2 L K H S B times the bytes of a number.
 
@@ -54,10 +48,9 @@ def cache_bytes(cfg: ModelConfig, batch: int, size: int, kind: str = "model") ->
     Raises:
       UserError: unknown kind.
     """
-    if kind not in FORMATS:
-        raise UserError(f"a cache of kind {kind!r} is unknown; choose from {', '.join(FORMATS)}.")
+    check_kind(kind)
     head = cfg.head_width + 4 if kind == "int8" else cfg.head_width * _BYTES[cfg.dtype]
-    return 2 * cfg.layers * cfg.groups * head * places(cfg, size) * batch
+    return 2 * cfg.layers * cfg.groups * head * places_of(cfg, size) * batch
 
 
 @functools.cache  # tracing what initialises a model takes a while
@@ -95,7 +88,7 @@ def flops_per_token(model: DecoderLM, n: int, *, cached: bool = True) -> int:
     cfg = model.cfg
     keys = 4 * cfg.layers * cfg.heads * cfg.head_width
     if cached:
-        return 2 * products(model) + keys * places(cfg, n)
+        return 2 * products(model) + keys * places_of(cfg, n)
     return 2 * products(model) * n + keys * n * n
 
 
@@ -129,8 +122,8 @@ def predict(model: DecoderLM, batch: int, size: int, kind: str = "model", chunk:
     Raises:
       UserError: an unknown kind, or a number that is too small.
     """
-    _check(batch=batch, size=size)
-    _check(0, chunk=chunk)
+    for name, value, low in (("batch", batch, 1), ("size", size, 1), ("chunk", chunk, 0)):
+        check_whole(name, value, low)
     return Memory(weight_bytes(model), cache_bytes(model.cfg, batch, size, kind),
                   work_bytes(model, batch, size, kind, chunk))
 
@@ -140,7 +133,7 @@ def work_bytes(model: DecoderLM, batch: int, size: int, kind: str, chunk: int) -
 
     Activations are in the dtype of the model, logits of attention in float32.
     """
-    cfg, S, T = model.cfg, places(model.cfg, size), min(chunk or size, size)
+    cfg, S, T = model.cfg, places_of(model.cfg, size), min(chunk or size, size)
     width, ring = _BYTES[cfg.dtype], S < size
     logits = batch * cfg.heads * T * (S + T if ring else S)
     layer = 2 * batch * cfg.groups * cfg.head_width  # keys and values of one place
@@ -207,12 +200,8 @@ def largest_context(model: DecoderLM, device_bytes: int, batch: int = 1, kind: s
     Raises:
       UserError: a number below 1.
     """
-    _check(device_bytes=device_bytes, batch=batch)
-    _check(0, chunk=chunk)
-    weights, cfg = weight_bytes(model), model.cfg
-    leaves = _most(lambda n: batch * cfg.heads * min(chunk or n, n) * places(cfg, n) <= SMALL)
-    most = _most(lambda n: weights + cache_bytes(cfg, batch, n, kind)
-                 + work_bytes(model, batch, n, kind, chunk) <= device_bytes, (chunk, leaves))
+    check_whole("batch", batch, 1)
+    most = _largest(model, device_bytes, kind, chunk, lambda n: (batch, n))
     return Fit(most, "token", most, max_length(model), model.context)
 
 
@@ -223,13 +212,29 @@ def largest_batch(model: DecoderLM, device_bytes: int, size: int, kind: str = "m
     Raises:
       UserError: a number below 1.
     """
-    _check(device_bytes=device_bytes, size=size)
-    _check(0, chunk=chunk)
-    weights, cfg = weight_bytes(model), model.cfg
-    leaves = _most(lambda n: n * cfg.heads * min(chunk or size, size) * places(cfg, size) <= SMALL)
-    most = _most(lambda n: weights + cache_bytes(cfg, n, size, kind)
-                 + work_bytes(model, n, size, kind, chunk) <= device_bytes, (leaves,))
+    check_whole("size", size, 1)
+    most = _largest(model, device_bytes, kind, chunk, lambda n: (n, size))
     return Fit(most, "row", size, max_length(model), model.context)
+
+
+def _largest(model: DecoderLM, device_bytes: int, kind: str, chunk: int,
+             shape: Callable[[int], tuple[int, int]]) -> int:
+    """The largest n whose generation, of `shape(n)` rows and tokens, fits into memory."""
+    check_whole("device_bytes", device_bytes, 1)
+    check_whole("chunk", chunk, 0)
+    weights, cfg = weight_bytes(model), model.cfg
+
+    def fits(n: int) -> bool:
+        batch, size = shape(n)
+        return weights + cache_bytes(cfg, batch, size, kind) + work_bytes(
+            model, batch, size, kind, chunk) <= device_bytes
+
+    def small(n: int) -> bool:
+        batch, size = shape(n)
+        return batch * cfg.heads * min(chunk or size, size) * places_of(cfg, size) <= SMALL
+
+    # The estimate falls behind a chunk and where `auto` leaves the reference.
+    return _most(fits, (chunk, _most(small)))
 
 
 def device_bytes(name: str) -> int:
@@ -260,9 +265,3 @@ def _most(fits: Callable[[int], bool], dips: tuple[int, ...] = (), most: int = 2
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _check(least: int = 1, **numbers: int) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"{name}={value!r} must be a whole number of at least {least}.")

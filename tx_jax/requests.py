@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tx_jax.cache import FORMATS, Cache
+from tx_jax.cache import Cache, check_kind
+from tx_jax.config import check_whole
 from tx_jax.errors import UserError
 from tx_jax.limits import max_length
 from tx_jax.masks import Rule, parse_mask
@@ -49,8 +49,7 @@ def make_plan(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: in
         if most is not None and total > most:
             raise UserError(f"a prompt of {max(lengths)} tokens and {new_tokens} new ones make "
                             f"{total}, more than {what.format(most)}; shorten one of them.")
-    if kind not in FORMATS:
-        raise UserError(f"a cache of kind {kind!r} is unknown; choose from {', '.join(FORMATS)}.")
+    check_kind(kind)
     check_whole("chunk", chunk, 0)
     check_whole("stop", 0 if stop is None else stop, 0)
     if stop is not None and stop >= model.vocab:
@@ -87,12 +86,6 @@ def row_keys(sampling: Sampling, key: jax.Array | None, n: int) -> jax.Array | N
         raise UserError(f"key has shape {key.shape} and dtype {key.dtype}; give one jax.random.key "
                         f"or one per prompt ({n}).")
     return key if key.ndim else sequence_keys(key, n)
-
-
-def check_whole(name: str, value: Any, low: int) -> None:
-    """Raise UserError unless `value` is a whole number of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise UserError(f"{name}={value!r} must be a whole number of at least {low}.")
 
 
 def check_room(cache: Cache, tokens_BT: jax.Array, lengths_B: jax.Array | None) -> jax.Array:

@@ -122,6 +122,24 @@ def interval(summary: st.Summary) -> str:
     return text + (f" ({summary.lost} diverged)" if summary.lost else "")
 
 
+def ratio(row: Row) -> str:
+    """A timing over that of the baseline: median over rounds with its interval, from the metrics
+    `ratio`, `ratio_low`, `ratio_high` and `ratios` of a row."""
+    m = row["metrics"]
+    text = number(m["ratio"], digits=3)
+    if not math.isfinite(m["ratio_high"]):
+        return f"{text} (no CI, n={len(m['ratios'])})"
+    return f"{text} [{number(m['ratio_low'], digits=3)}, {number(m['ratio_high'], digits=3)}]"
+
+
+def factor(c: st.Paired) -> str:
+    """A comparison of logarithms as the factor it means, with its interval."""
+    text = number(math.exp(c.difference), digits=3)
+    if c.low is None:
+        return text
+    return f"{text} [{number(math.exp(c.low), digits=3)}, {number(math.exp(c.high), digits=3)}]"
+
+
 def p_value(p: float | None) -> str:
     """Two digits, or "< 0.001"."""
     if p is None:
