@@ -149,7 +149,7 @@ def test_the_report_shows_every_part(rows):
     text = markdown(made)
     assert [f.name for f in made.figures] == ["time", "tokens", "bytes"]
     assert all(f.png[:4] == b"\x89PNG" for f in made.figures)
-    assert "| 16 | mha | 16 | 2048 | 2048 | 2052 | 1896 | 0.926 |" in text
+    assert "| 16 | mha | 16 | 2048 | 2048 | 2052 | 1384 | 0.676 |" in text
     assert "+4.0% |" in text and "| 8 | 0.120 ± 0.020 |" in text
     assert "| Llama 3 70B | H200 | 141 | 320 | 0 | any | 8192 | hardware | 0 |" in text
     assert "| GPT-2 | this |" in text and "| 1024 | 1024 | positions |" in text
