@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tx_jax import models
+from tx_jax import blocks, models
 from tx_jax.config import ModelConfig, OptimConfig
 from tx_jax.letters import place, sizes
 from tx_jax.masks import Mask, parse_mask
@@ -85,7 +85,7 @@ class Reader(models.DecoderLM):
             for name in ("key_VD", "value_VD", "query_VD"))
         head_DV = self.param("head_DV", nn.initializers.normal(cfg.d_model**-0.5),
                              (cfg.d_model, V), jnp.float32)
-        shared = {} if encoding.per_layer else models._tree_param(
+        shared = {} if encoding.per_layer else blocks.tree_param(
             self, "positions", lambda k: encoding.init(k, size))
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None],
                                         tokens_BT.shape)
@@ -95,8 +95,8 @@ class Reader(models.DecoderLM):
         x_BTD = encoding.embed(shared, place("BTD", x_BTD.astype(cfg.dtype)), positions_BT)
         context = {"mask": Mask(parse_mask(cfg.mask)), "scale": scale, "positions": positions_BT,
                    "length": None, "start": None, "encoding": shared}
-        x_BTD, aux = self._stack(size, encoding, trace)(x_BTD, context, None, None)
-        x_BTD = models.Norm(cfg, name="final_norm")(x_BTD)
+        x_BTD, aux = blocks.stack(cfg, size, encoding, trace)(x_BTD, context, None, None)
+        x_BTD = blocks.Norm(cfg, name="final_norm")(x_BTD)
         return jnp.einsum("BTD,DV->BTV", x_BTD, head_DV.astype(x_BTD.dtype)).astype(
             jnp.float32), aux
 

@@ -148,6 +148,26 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """What an encoder and the attention over its output have of their own (`tx_jax.seq2seq`)."""
+
+    layers: int = option(0, "layers of the encoder; 0 = as many as the decoder", low=0)
+    mask: str = option("full", "mask of the encoder")
+    positions: str = option("", "positions of the encoder; empty = the decoder's, T5's buckets in "
+                            "both directions")
+    cross_mask: str = option("full", "mask of the attention over the encoder's output")
+    cross_positions: str = option("none", "positions of the attention over the encoder's output")
+    embeddings: str = option("shared", "table of the source: the decoder's or its own",
+                             choices=("shared", "own"))
+    weights: str = option("own", "layers of the encoder: its own, or the decoder's but for the "
+                          "attention over the encoder (Raffel et al. 2020, 3.2.2)",
+                          choices=("own", "shared"))
+
+    def __post_init__(self) -> None:
+        check(self, "encoder")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Which text, how it is cut into tokens, and how tokens become batches."""
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from tx_jax import limits, models
+from tx_jax import blocks, limits, models
 from tx_jax.cache import Cache, empty_cache, view_of
 from tx_jax.config import check_whole
 from tx_jax.errors import UserError
@@ -54,7 +54,7 @@ def unstack(model: DecoderLM, params: Any) -> Any:
 
     def layer(i):
         cast = dict(jax.tree.map(lambda x: x[i], params["blocks"]))
-        for part in ("attention", "mlp"):
+        for part in ("attention", "cross", "mlp"):
             if part in cast:
                 cast[part] = {name: x.astype(cfg.dtype) if name in _PRODUCTS else x
                               for name, x in cast[part].items()}
@@ -80,7 +80,8 @@ def init_cache(model: DecoderLM, batch: int, size: int, kind: str = "model") -> 
 
 
 def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
-           lengths_B: jax.Array | None = None, *, last: bool = False) -> tuple[jax.Array, Cache]:
+           lengths_B: jax.Array | None = None, *, last: bool = False, memory: Any = None
+           ) -> tuple[jax.Array, Cache]:
     """Logits of the next tokens of every row, and the cache with them.
 
     They equal those of one pass over everything (`models.apply`), as far as the mask shows no token
@@ -94,6 +95,7 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
         right, with logits that mean nothing. By default all are text. Inside a compiled program
         numbers below 0 or above T are taken as 0 or T.
       last: give the logits after the last text token of each row only.
+      memory: the source that the decoder of an encoder-decoder reads, from `seq2seq.read`.
 
     Returns:
       (logits_BTV, or logits_BV with `last`, float32; cache). Logits of a token beyond the size of
@@ -116,9 +118,12 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
     context = {"mask": view.mask, "scale": None, "positions": positions_BT, "view": view,
                "length": view.length_B, "start": view.start,
                "encoding": params.get("positions", {})}
-    block, held = models.Block(cfg, size, encoding, False), []
-    for weights, *layer in zip(params["blocks"], cache.k, cache.v, strict=True):
-        x_BTD, aux = block.apply({"params": weights}, x_BTD, context, None, tuple(layer))
+    if memory is not None:
+        context["cross"] = memory.context(positions_BT, None)
+    source = ((),) * cfg.layers if memory is None else memory.held
+    block, held = blocks.Block(cfg, size, encoding, False, model.cross), []
+    for weights, k, v, of_source in zip(params["blocks"], cache.k, cache.v, source, strict=True):
+        x_BTD, aux = block.apply({"params": weights}, x_BTD, context, None, (k, v, *of_source))
         held.append(aux["held"])
     cache = replace(cache, k=tuple(k for k, _ in held), v=tuple(v for _, v in held),
                     length_B=view.length_B)
@@ -126,7 +131,7 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
         last_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
         x_BTD = jnp.take_along_axis(x_BTD, last_B11, axis=1)
     if cfg.norm_position != "post":
-        x_BTD = models.Norm(cfg).apply({"params": params.get("final_norm", {})}, x_BTD)
+        x_BTD = blocks.Norm(cfg).apply({"params": params.get("final_norm", {})}, x_BTD)
     logits_BTV = ein("BTD,DV->BTV", x_BTD, params["head_DV"]).astype(jnp.float32)
     return (logits_BTV[:, 0] if last else logits_BTV), cache
 
@@ -171,10 +176,10 @@ def prefill(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
     return jax.lax.scan(read, start, steps)[0]
 
 
-def decode_step(model: DecoderLM, params: Any, token_B: jax.Array, cache: Cache
-                ) -> tuple[jax.Array, Cache]:
+def decode_step(model: DecoderLM, params: Any, token_B: jax.Array, cache: Cache, *,
+                memory: Any = None) -> tuple[jax.Array, Cache]:
     """Read one more token of each text: (logits_BV, cache). Donate the cache to write in place."""
-    return extend(model, params, token_B[:, None], cache, last=True)
+    return extend(model, params, token_B[:, None], cache, last=True, memory=memory)
 
 
 @jax.tree_util.register_dataclass

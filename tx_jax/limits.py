@@ -65,7 +65,7 @@ def weight_bytes(model: DecoderLM) -> int:
     total = width * model.vocab * cfg.d_model if cfg.embeddings == "tied" else 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         *above, name = [step.key for step in path]
-        matrix = name in ("embed_VD", "head_DV") or above[-1] in ("attention", "mlp")
+        matrix = name in ("embed_VD", "head_DV") or above[-1] in ("attention", "cross", "mlp")
         total += leaf.size * (width if matrix else 4)
     return total
 
