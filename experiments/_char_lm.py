@@ -43,7 +43,8 @@ def windows(tokens: jax.Array, starts_B: jax.Array, context: int) -> Batch:
 def program(task: Task, chunk: int) -> Program:
     """The trainer's own step, `chunk` steps at a time.
 
-    replica: {"key", "lr", "scale", "stream"}. shared: {"tokens" [n], "starts" [streams, steps, B]}.
+    replica: {"key", "lr", "stream"} and, where it is swept, "scale". shared: {"tokens" [n],
+    "starts" [streams, steps, B]}.
     Record: loss in nats per token and gradient norm, [chunk].
     """
     model = task.build()
@@ -58,7 +59,7 @@ def program(task: Task, chunk: int) -> Program:
         def one(state, starts_B):
             batch = windows(shared["tokens"], starts_B, task.context)
             state, metrics = train_step(model, task.optim, task.steps, state, batch,
-                                        lr=replica["lr"], scale=replica["scale"])
+                                        lr=replica["lr"], scale=replica.get("scale"))
             return state, {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
 
         return jax.lax.scan(one, state, starts)

@@ -86,7 +86,7 @@ def test_scan_and_remat_change_no_number_and_no_parameter(other):
 @pytest.mark.parametrize("option", [
     {"norm_position": "post"}, {"norm_position": "sandwich"}, {"norm": "layer"}, {"norm": "none"},
     {"residual": False}, {"mlp": "none"}, {"mlp": "relu"}, {"mlp": "swiglu"}, {"mlp": "geglu"},
-    {"mlp": "gelu_exact"}, {"mlp": "silu"}, {"mlp": "relu2"},
+    {"mlp": "reglu"}, {"mlp": "gelu_exact"}, {"mlp": "silu"}, {"mlp": "relu2"},
     {"embeddings": "untied"}, {"head_dim": 6}, {"kv_heads": 0}, {"positions": "none"},
     {"positions": "learned"}, {"positions": "sinusoidal"}, {"score": "additive"},
     {"score": "bilinear"}, {"score": "cosine"}, {"score": "dot"}, {"scale": "1/d"},

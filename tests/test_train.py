@@ -91,6 +91,35 @@ def test_metrics(state):
     np.testing.assert_allclose(metrics["lr"], OPTIM.lr, rtol=1e-6)
 
 
+def test_label_smoothing_moves_training_and_not_evaluation(state):
+    """The gradient is that of the smoothed loss; what evaluation reports stays plain."""
+    batch, share = make_batch(), 0.2
+    smoothed = dataclasses.replace(OPTIM, label_smoothing=share)
+    after, metrics = jax.jit(lambda state: train.train_step(MODEL, smoothed, 10, state,
+                                                            batch))(state)
+
+    @jax.jit
+    def want(params):
+        logits_BTV, _ = models.apply(MODEL, params, batch["tokens_BT"],
+                                     segments_BT=batch["segments_BT"])
+        log_p = jax.nn.log_softmax(logits_BTV)
+        goal = (1 - share) * jax.nn.one_hot(batch["targets_BT"], 11) + share / 11
+        valid_BT = batch["targets_BT"] >= 0
+        nats_BT = jnp.where(valid_BT, -jnp.sum(goal * log_p, -1), 0.0)
+        return jnp.sum(nats_BT) / np.float32(valid_BT.sum())
+
+    loss, grads = jax.value_and_grad(want)(state.params)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    norm = np.sqrt(sum(np.vdot(g, g) for g in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    plain, count = train.eval_step(MODEL, after.params, batch)
+    accumulated = jax.jit(lambda: train.loss_and_grads(
+        MODEL, state.params, batch, jax.random.key(0), accumulate=4, label_smoothing=share))()
+    np.testing.assert_allclose(accumulated[0], loss, rtol=1e-6)
+    np.testing.assert_allclose(plain / count, train.loss_and_grads(
+        MODEL, after.params, batch, jax.random.key(0))[0], rtol=1e-6)
+
+
 def test_not_finite_is_reported(state):
     broken = dataclasses.replace(state, params=state.params | {
         "embed_VD": state.params["embed_VD"].at[0].set(jnp.nan)})

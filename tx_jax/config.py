@@ -95,7 +95,7 @@ class ModelConfig:
                        when=("mlp", lambda mlp: mlp != "none", "there is no MLP"))
     mlp: str = option("gelu", "feed-forward layer",
                       choices=("relu", "gelu", "gelu_exact", "silu", "relu2", "swiglu", "geglu",
-                               "none"))
+                               "reglu", "none"))
     norm: str = option("rms", "normalisation", choices=("rms", "layer", "none"))
     norm_position: str = option("pre", "where the norm stands", choices=("pre", "post", "sandwich"),
                                 when=("norm", lambda norm: norm != "none", "there is no norm"))
@@ -205,6 +205,8 @@ class OptimConfig:
     weight_decay: float = option(0.1, "AdamW decay of matrices (never of norms, biases or scalars)",
                                  low=0.0)
     clip: float = option(1.0, "clip the global gradient norm here; 0 = off", low=0.0)
+    label_smoothing: float = option(0.0, "share of the target probability spread evenly over the "
+                                    "vocabulary, in training only", low=0.0, high=0.999)
     accumulate: int = option(1, "micro-batches per step; equals the big batch exactly", low=1)
 
     def __post_init__(self) -> None:

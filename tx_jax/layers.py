@@ -16,8 +16,9 @@ ACTIVATIONS = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": jax.nn.silu,
     "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "reglu": jax.nn.relu,
 }
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "reglu")
 
 
 def rms_norm(x_BTD: jax.Array, gain_D: jax.Array, eps: float = 1e-6) -> jax.Array:

@@ -45,17 +45,18 @@ def init_state(model: models.DecoderLM, cfg: OptimConfig, key: jax.Array) -> Tra
 
 
 def _sum_loss(params: Any, model: models.DecoderLM, batch: Batch, dropout_key: jax.Array,
-              scale: jax.Array | float | None) -> tuple[jax.Array, jax.Array]:
+              scale: jax.Array | float | None, label_smoothing: float
+              ) -> tuple[jax.Array, jax.Array]:
     logits_BTV, _ = models.apply(model, params, batch["tokens_BT"],
                                  segments_BT=batch.get("segments_BT"),
                                  positions_BT=batch.get("positions_BT"),
                                  dropout_key=dropout_key, scale=scale)
-    return token_loss(logits_BTV, batch["targets_BT"])
+    return token_loss(logits_BTV, batch["targets_BT"], label_smoothing)
 
 
 def loss_and_grads(model: models.DecoderLM, params: Any, batch: Batch, dropout_key: jax.Array, *,
-                   accumulate: int = 1,
-                   scale: jax.Array | float | None = None) -> tuple[jax.Array, Any, jax.Array]:
+                   accumulate: int = 1, scale: jax.Array | float | None = None,
+                   label_smoothing: float = 0.0) -> tuple[jax.Array, Any, jax.Array]:
     """Mean loss per target token of a batch, its gradient, and the number of targets.
 
     Sums over `accumulate` micro-batches are divided by the number of targets of the whole batch, so
@@ -80,7 +81,7 @@ def loss_and_grads(model: models.DecoderLM, params: Any, batch: Batch, dropout_k
     total = jnp.maximum(jnp.sum(batch["targets_BT"] >= 0, dtype=jnp.float32), 1.0)
 
     def share(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        nats, count = _sum_loss(params, model, micro, key, scale)
+        nats, count = _sum_loss(params, model, micro, key, scale, label_smoothing)
         return nats / total, count
 
     grad = jax.value_and_grad(share, has_aux=True)
@@ -114,12 +115,14 @@ def train_step(model: models.DecoderLM, cfg: OptimConfig, steps: int, state: Tra
       scale: attention scale in place of the model's; may be traced.
 
     Returns:
-      (state, metrics): float32 scalars `loss` (nats per target), `grad_norm` (before clipping) and
-      `lr` (of this step), int32 `tokens` (targets seen), bool `finite` (loss and gradient are).
+      (state, metrics): float32 scalars `loss` (nats per target, of smoothed targets where
+      `cfg.label_smoothing` asks for them), `grad_norm` (before clipping) and `lr` (of this step),
+      int32 `tokens` (targets seen), bool `finite` (loss and gradient are).
     """
     key = jax.random.fold_in(state.key, state.step)
     loss, grads, count = loss_and_grads(model, state.params, batch, key,
-                                        accumulate=cfg.accumulate, scale=scale)
+                                        accumulate=cfg.accumulate, scale=scale,
+                                        label_smoothing=cfg.label_smoothing)
     optimizer = make_optimizer(cfg, steps, state.params, lr=lr)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     norm = optax.tree.norm(grads)
