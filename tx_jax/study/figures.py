@@ -246,3 +246,31 @@ def heat_map(cells: Mapping[str, Mapping[str, float]], *, name: str, title: str,
     out = io.BytesIO()
     canvas.savefig(out, format="png", facecolor="white", metadata={"Software": None})
     return Figure(name, title, caption, out.getvalue())
+
+
+def dots(series: Mapping[str, Mapping[str, Sequence[float]]], *, name: str, title: str, xlabel: str,
+         caption: str = "", reference: str = "") -> Figure:
+    """One number per arm, a panel per family: panel -> arm -> a value per seed; mean with its 95 %
+    t-interval over faint dots of single seeds. `reference` labels a dashed line at 0."""
+    columns = min(len(series), 2)
+    lines_ = math.ceil(len(series) / columns)
+    tallest = max(len(arms) for arms in series.values())
+    canvas = Canvas(figsize=(9.0, lines_ * (0.9 + 0.26 * tallest) + 0.5), dpi=130,
+                    layout="constrained")
+    FigureCanvasAgg(canvas)
+    axes = list(canvas.subplots(lines_, columns, squeeze=False).flat)
+    for ax in axes[len(series):]:
+        ax.set_axis_off()
+    for ax, (panel, arms) in zip(axes, series.items(), strict=False):
+        for y, found in enumerate(arms.values()):
+            s = st.summarize(found, bootstrap=0)
+            seen = [v for v in found if math.isfinite(v)]
+            ax.plot(seen, [y] * len(seen), ls="", marker=".", ms=4, color=PALETTE[0], alpha=0.35)
+            if s.low is not None:
+                ax.plot([s.low, s.high], [y, y], color=PALETTE[0], lw=1.6)
+            ax.plot([s.mean], [y], ls="", marker="o", ms=5.5, color=PALETTE[0])
+        _dress(ax, None, panel, xlabel, False, False)
+        ax.axvline(0, color="#999999", lw=0.9, ls="--", zorder=1, label=reference or None)
+        ax.set_yticks(range(len(arms)), list(arms))
+        ax.set_ylim(len(arms) - 0.5, -0.5)
+    return Figure(name, title, caption, _finish(canvas, axes, title))
