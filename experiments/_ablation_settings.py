@@ -11,8 +11,9 @@ PARTS = ("rank", "gradient", "training")
 # What fits into minutes; the others are for --arms and the preset full.
 SMALL_ARMS = ("pre_layer", "pre_layer_cold", "pre_rms", "sandwich", "post_layer",
               "post_layer_cold", "no_norm", "no_residual", "base", "attention_only",
-              "attention_only_3x", "narrow_deep", "swiglu", "heads_8", "heads_1", "heads_32",
-              "key_quarter", "depth_half", "depth_double", "smoothing", "few", "few_dropout_1")
+              "attention_only_3x", "narrow_deep", "ffn_2x", "swiglu", "heads_8", "heads_1",
+              "heads_16", "heads_32", "key_quarter", "depth_half", "depth_double", "smoothing",
+              "few", "few_dropout_1")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Settings:
     # As many as the other seeds: both rounds of an arm are then one compiled program.
     lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2, 3e-2), "learning rates; each arm takes its "
                                     "best at the first seed", low=0.0)
-    steps: int = option(200, "optimizer steps; a multiple of 10", low=10, multiple_of=10)
-    deep_steps: int = option(150, "steps of the arms of norms and residual; a multiple of 10",
+    steps: int = option(400, "optimizer steps; a multiple of 10", low=10, multiple_of=10)
+    deep_steps: int = option(300, "steps of the arms of norms and residual; a multiple of 10",
                              low=10, multiple_of=10)
     text: str = option("shakespeare", "as --data.text of language_model")
     few: int = option(4096, "tokens of the little text", low=2)

@@ -24,7 +24,7 @@ from tx_jax.data import Prepared, prepare, window_starts
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import Result, run_replicas
+from tx_jax.study.replicas import Program, Result, run_replicas
 
 HALVES = ("tuning", "loss")  # what is scored on either half of the held-out text
 _SIZES = ("lrs", "text", "few", "context", "batch", "scored", "layers", "deep", "d_model", "heads",
@@ -43,22 +43,29 @@ def cells(settings: Settings) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Bench:
-    """What trains an arm and scores it."""
+    """What trains an arm and scores it.
+
+    Attributes:
+      program: made once, so that the second round finds the first one's compiled program.
+    """
 
     settings: Settings
     arm: str
     context: Context
     prepared: Prepared
     task: _char_lm.Task
+    program: Program
 
     @classmethod
     def of(cls, settings: Settings, arm: str, context: Context) -> "Bench":
         """The bench of an arm."""
         prepared = prepare(settings.data, Path(context.workdir) / "cache")
         deep = arm in FAMILIES["norms and residual"]
-        return cls(settings, arm, context, prepared, _char_lm.Task(
+        task = _char_lm.Task(
             settings.model(arm), settings.optim(arm), prepared.tokenizer.vocab_size,
-            settings.context, settings.deep_steps if deep else settings.steps))
+            settings.context, settings.deep_steps if deep else settings.steps)
+        return cls(settings, arm, context, prepared, task,
+                   _char_lm.program(task, task.steps // CHUNKS))
 
     def tokens(self) -> np.ndarray:
         """The text that the arm reads."""
@@ -78,8 +85,8 @@ class Bench:
                     "stream": jnp.asarray([seed for seed, _ in runs], jnp.int32)}
         shared = {"tokens": jnp.asarray(self.tokens()), "starts": jnp.asarray(self.starts())}
         strategy = (self.context.recorded or {}).get("strategy") or self.settings.strategy
-        return run_replicas(_char_lm.program(self.task, self.task.steps // CHUNKS), replicas,
-                            shared, CHUNKS, strategy=strategy, cache=self.context.cache)
+        return run_replicas(self.program, replicas, shared, CHUNKS, strategy=strategy,
+                            cache=self.context.cache)
 
     def score(self, params: Any) -> dict[str, float]:
         """Plain cross-entropy on each half of the held-out text."""
