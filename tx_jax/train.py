@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tx_jax import models
+from tx_jax import forms
 from tx_jax.config import OptimConfig
 from tx_jax.errors import UserError
+from tx_jax.forms import Model
 from tx_jax.loss import token_loss
 from tx_jax.optim import learning_rate, make_optimizer
 
@@ -35,26 +36,23 @@ class TrainState:
     key: jax.Array
 
 
-def init_state(model: models.DecoderLM, cfg: OptimConfig, key: jax.Array) -> TrainState:
+def init_state(model: Model, cfg: OptimConfig, key: jax.Array) -> TrainState:
     """State before the first step; parameters and dropout get independent halves of `key`."""
     params_key, dropout_key = jax.random.split(key)
-    params = models.init(model, params_key)
+    params = forms.init(model, params_key)
     # The shape of the optimizer state does not depend on the length of the run.
     opt_state = make_optimizer(cfg, 1, params).init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, dropout_key)
 
 
-def _sum_loss(params: Any, model: models.DecoderLM, batch: Batch, dropout_key: jax.Array,
+def _sum_loss(params: Any, model: Model, batch: Batch, dropout_key: jax.Array,
               scale: jax.Array | float | None, label_smoothing: float
               ) -> tuple[jax.Array, jax.Array]:
-    logits_BTV, _ = models.apply(model, params, batch["tokens_BT"],
-                                 segments_BT=batch.get("segments_BT"),
-                                 positions_BT=batch.get("positions_BT"),
-                                 dropout_key=dropout_key, scale=scale)
+    logits_BTV = forms.logits(model, params, batch, dropout_key, scale)
     return token_loss(logits_BTV, batch["targets_BT"], label_smoothing)
 
 
-def loss_and_grads(model: models.DecoderLM, params: Any, batch: Batch, dropout_key: jax.Array, *,
+def loss_and_grads(model: Model, params: Any, batch: Batch, dropout_key: jax.Array, *,
                    accumulate: int = 1, scale: jax.Array | float | None = None,
                    label_smoothing: float = 0.0) -> tuple[jax.Array, Any, jax.Array]:
     """Mean loss per target token of a batch, its gradient, and the number of targets.
@@ -64,8 +62,8 @@ def loss_and_grads(model: models.DecoderLM, params: Any, batch: Batch, dropout_k
     Dropout draws differ between splits.
 
     Args:
-      batch: int32 `tokens_BT`, `targets_BT` (negative = none) and, optionally, `segments_BT` and
-        `positions_BT`; B is a multiple of `accumulate`.
+      batch: int32 `targets_BT` (negative = none) and what `forms.logits` takes; B is a multiple of
+        `accumulate`.
 
     Returns:
       (loss in nats, gradient tree in float32, targets as a float32 scalar); without any target the
@@ -103,7 +101,7 @@ def loss_and_grads(model: models.DecoderLM, params: Any, batch: Batch, dropout_k
     return jax.lax.scan(add, start, (micros, keys))[0]
 
 
-def train_step(model: models.DecoderLM, cfg: OptimConfig, steps: int, state: TrainState,
+def train_step(model: Model, cfg: OptimConfig, steps: int, state: TrainState,
                batch: Batch, *, lr: jax.Array | float | None = None,
                scale: jax.Array | float | None = None) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step: pure, for use under jit, vmap (a replica axis) or on sharded arrays.
@@ -133,19 +131,17 @@ def train_step(model: models.DecoderLM, cfg: OptimConfig, steps: int, state: Tra
     return state, metrics
 
 
-def eval_step(model: models.DecoderLM, params: Any, batch: Batch,
+def eval_step(model: Model, params: Any, batch: Batch,
               scale: jax.Array | float | None = None) -> tuple[jax.Array, jax.Array]:
     """(sum of nats, number of targets) of one batch, without dropout; float32 scalars."""
-    logits_BTV, _ = models.apply(model, params, batch["tokens_BT"],
-                                 segments_BT=batch.get("segments_BT"),
-                                 positions_BT=batch.get("positions_BT"), scale=scale)
+    logits_BTV = forms.logits(model, params, batch, scale=scale)
     return token_loss(logits_BTV, batch["targets_BT"])
 
 
 _jit_eval_step = jax.jit(eval_step, static_argnames=("model",))
 
 
-def evaluate(model: models.DecoderLM, params: Any, batches: Iterable[Batch],
+def evaluate(model: Model, params: Any, batches: Iterable[Batch],
              scale: jax.Array | float | None = None) -> dict[str, float]:
     """Loss over a whole set: sums over batches, so independent of how they are cut and padded.
 
