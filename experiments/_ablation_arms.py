@@ -16,11 +16,13 @@ class Arm:
       change: (layers, deep, width) -> fields of ModelConfig.
       optim: fields of OptimConfig.
       few: trained on the first tokens of the text only, which are then read many times.
+      unit: branches start at unit gain, as in the papers, not (2L)^-1/2 smaller.
     """
 
     change: Callable[[int, int, int], Mapping[str, Any]]
     optim: Mapping[str, Any] = field(default_factory=dict)
     few: bool = False
+    unit: bool = False
 
 
 def _same(**fields: Any) -> Callable[[int, int, int], Mapping[str, Any]]:
@@ -32,10 +34,11 @@ def _deep(**fields: Any) -> Callable[[int, int, int], Mapping[str, Any]]:
 
 
 def _heads(heads: int, share: int = 1) -> Arm:
-    """Sinusoids, as in Vaswani et al. 2017: a rotation has H / 2 frequencies, ALiBi a slope per
-    head, and either would change with the number of heads."""
+    """Learned positions: a rotation has H / 2 frequencies, ALiBi a slope per head, and either would
+    change with the number of heads. Sinusoids of amplitude 1 do not, but drown embeddings of 0.02
+    for hundreds of steps."""
     return Arm(lambda layers, deep, width: {
-        "heads": heads, "head_dim": width // heads // share, "positions": "sinusoidal"})
+        "heads": heads, "head_dim": width // heads // share, "positions": "learned"})
 
 
 # Gated layers have three matrices: 2/3 of the width gives equal parameters (Shazeer 2020, 2).
@@ -50,6 +53,8 @@ ARMS = {
     "sandwich": Arm(_deep(norm_position="sandwich")),
     "post_layer": Arm(_deep(norm_position="post"), WARM),
     "post_layer_cold": Arm(_deep(norm_position="post"), COLD),
+    "post_unit": Arm(_deep(norm_position="post"), WARM, unit=True),
+    "post_unit_cold": Arm(_deep(norm_position="post"), COLD, unit=True),
     "post_rms": Arm(_deep(norm_position="post", norm="rms"), WARM),
     "no_norm": Arm(_deep(norm="none")),
     "no_residual": Arm(_deep(residual=False)),
@@ -81,7 +86,8 @@ ARMS = {
 # The first of a family is what the others are compared with.
 FAMILIES = {
     "norms and residual": ("pre_layer", "pre_layer_cold", "pre_rms", "sandwich", "post_layer",
-                           "post_layer_cold", "post_rms", "no_norm", "no_residual"),
+                           "post_layer_cold", "post_unit", "post_unit_cold", "post_rms", "no_norm",
+                           "no_residual"),
     "feed-forward": ("base", "attention_only", "attention_only_3x", "narrow_deep", "ffn_1x",
                      "ffn_2x", "ffn_8x", "relu", "swiglu", "geglu", "reglu"),
     "heads and key width": ("heads_8", "heads_1", "heads_2", "heads_4", "heads_16", "heads_32",

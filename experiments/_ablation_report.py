@@ -64,8 +64,9 @@ NOTES = (
     "little text. It cannot show BLEU, the final loss of large models, RMSNorm's gain, the best "
     "number of heads, or which of Pre-LN and Post-LN ends lower; claims of that kind are listed "
     "with the difference seen and are not judged.",
-    "Trained branches start (2L)^-1/2 smaller than the papers' (Radford et al. 2019, 2.3). The "
-    "parts rank and gradient start them at unit gain, but for the arm pre_scaled.",
+    "Trained branches start (2L)^-1/2 smaller than the papers' (Radford et al. 2019, 2.3), which "
+    "by itself makes deep Post-LN easier to train; the arms post_unit start at unit gain. The "
+    "parts rank and gradient start at unit gain, but for the arm pre_scaled.",
     "Key width: the model has one width for queries, keys and values, so that values narrow too; "
     "Vaswani et al. 2017 narrow queries and keys alone.",
     "A model trained with few heads is not one whose heads were pruned after training (Michel et "

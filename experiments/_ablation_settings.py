@@ -10,10 +10,10 @@ STUDY = "block_ablation"
 PARTS = ("rank", "gradient", "training")
 # What fits into minutes; the others are for --arms and the preset full.
 SMALL_ARMS = ("pre_layer", "pre_layer_cold", "pre_rms", "sandwich", "post_layer",
-              "post_layer_cold", "no_norm", "no_residual", "base", "attention_only",
+              "post_unit", "post_unit_cold", "no_norm", "no_residual", "base", "attention_only",
               "attention_only_3x", "narrow_deep", "ffn_2x", "swiglu", "heads_8", "heads_1",
-              "heads_16", "heads_32", "key_quarter", "depth_half", "depth_double", "smoothing",
-              "few", "few_dropout_1")
+              "heads_32", "key_quarter", "depth_half", "depth_double", "smoothing", "few",
+              "few_dropout_1")
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Settings:
     # As many as the other seeds: both rounds of an arm are then one compiled program.
     lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2, 3e-2), "learning rates; each arm takes its "
                                     "best at the first seed", low=0.0)
-    steps: int = option(400, "optimizer steps; a multiple of 10", low=10, multiple_of=10)
-    deep_steps: int = option(300, "steps of the arms of norms and residual; a multiple of 10",
+    steps: int = option(600, "optimizer steps; a multiple of 10", low=10, multiple_of=10)
+    deep_steps: int = option(250, "steps of the arms of norms and residual; a multiple of 10",
                              low=10, multiple_of=10)
     text: str = option("shakespeare", "as --data.text of language_model")
-    few: int = option(4096, "tokens of the little text", low=2)
+    few: int = option(8192, "tokens of the little text", low=2)
     context: int = option(32, "tokens per row", low=2)
     batch: int = option(8, "rows per step", low=1)
-    scored: int = option(512, "held-out rows of either half that are scored", low=1)
+    scored: int = option(160, "held-out rows of either half that are scored", low=1)
     layers: int = option(2, "blocks; of some arms half, 3/2, 2 or 3 times as many", low=1)
     deep: int = option(6, "blocks of the arms of norms and residual", low=1)
     d_model: int = option(64, "width", low=1)

@@ -6,7 +6,7 @@ that ended lowest on one half of the held-out text. What is reported is the loss
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from experiments import _char_lm
 from experiments._ablation_arms import ARMS, FAMILIES
 from experiments._ablation_settings import STUDY, Settings
+from experiments._ablation_start import scale_branches
 from experiments._extrapolation_schemes import CHUNKS, kernel_of
 from tx_jax import letters, train
 from tx_jax.attention import source_hash
@@ -64,8 +65,9 @@ class Bench:
         task = _char_lm.Task(
             settings.model(arm), settings.optim(arm), prepared.tokenizer.vocab_size,
             settings.context, settings.deep_steps if deep else settings.steps)
+        program = _char_lm.program(task, task.steps // CHUNKS)
         return cls(settings, arm, context, prepared, task,
-                   _char_lm.program(task, task.steps // CHUNKS))
+                   at_unit_gain(program, task.model.layers) if ARMS[arm].unit else program)
 
     def tokens(self) -> np.ndarray:
         """The text that the arm reads."""
@@ -100,8 +102,8 @@ class Bench:
             found[half] = train.evaluate(model, params, [batch])["loss"]
         return found
 
-    def measure(self, result: Result, r: int, lr: float, *, again: bool = False) -> Measured:
-        """What replica r of a training gave; `again`: its seconds are counted elsewhere."""
+    def measure(self, result: Result, r: int, lr: float) -> Measured:
+        """What replica r of a training gave."""
         params = jax.tree.map(lambda x: jnp.asarray(x[r]), result.carries.params)
         nats = np.asarray(result.records["loss"][r], np.float64).reshape(-1)
         per_token = result.flops * CHUNKS / (self.task.steps * self.settings.batch
@@ -112,15 +114,24 @@ class Bench:
             "curve": nats.reshape(CHUNKS, -1).mean(axis=1).round(4).tolist(),
             "parameters": letters.count(params, embedding=False), "flops_per_token": per_token}
         finite = np.isfinite([*nats, *scores.values()]).all()
-        return Measured(metrics, 0.0 if again else result.share(r),
-                        0.0 if again else result.compile_seconds,
-                        0.0 if again else float(result.flops * CHUNKS), self.kernel(),
-                        result.strategy, "ok" if finite else "diverged")
+        return Measured(metrics, result.share(r), result.compile_seconds,
+                        float(result.flops * CHUNKS), self.kernel(), result.strategy,
+                        "ok" if finite else "diverged")
 
     def kernel(self) -> str:
         """The attention implementation that trains these shapes."""
         s = self.settings
         return kernel_of(s, self.task.model, s.batch, s.context)
+
+
+def at_unit_gain(program: Program, layers: int) -> Program:
+    """The program with branches that start at unit gain."""
+    def init(replica, shared):
+        state = program.init(replica, shared)
+        blocks = scale_branches((2 * layers) ** 0.5, state.params["blocks"])
+        return replace(state, params=state.params | {"blocks": blocks})
+
+    return Program(init, program.step)
 
 
 def best(found: dict[float, Measured]) -> float:
@@ -143,8 +154,9 @@ def run(settings: Settings, members: list[Cell], context: Context
         if cell.part == "tuning":
             context.advance(1.0)
             yield cell, first[cell.axis["lr"]]
-        elif cell.seed == 0:
-            yield cell, bench.measure(result, settings.lrs.index(chosen), chosen, again=True)
+        elif cell.seed == 0:  # its seconds are counted as those of its tuning
+            context.advance(1.0)
+            yield cell, replace(first[chosen], seconds=0.0, compile_seconds=0.0, flops=0.0)
     if later:
         result = bench.train([(seed, chosen) for seed in range(1, settings.seeds)])
     for cell in later:

@@ -32,7 +32,8 @@ def parameters(arm):
 def test_every_arm_belongs_to_a_family_and_differs_from_its_baseline():
     assert {arm for names in FAMILIES.values() for arm in names} == set(ARMS)
     for base, *others in FAMILIES.values():
-        seen = [(EVERY.model(arm), EVERY.optim(arm), ARMS[arm].few) for arm in (base, *others)]
+        seen = [(EVERY.model(arm), EVERY.optim(arm), ARMS[arm].few, ARMS[arm].unit)
+                for arm in (base, *others)]
         assert len(set(seen)) == len(seen)
 
 
@@ -44,7 +45,7 @@ def test_arms_said_to_match_have_as_many_parameters(arm):
 def test_heads_have_equal_parameters_and_no_rotation():
     heads = [arm for arm in ARMS if arm.startswith("heads_")]
     assert len({parameters(arm) for arm in heads}) == 1
-    assert {EVERY.model(arm).positions for arm in heads} == {"sinusoidal"}
+    assert {EVERY.model(arm).positions for arm in heads} == {"learned"}
     assert [EVERY.model(arm).head_width for arm in ("heads_8", "key_half", "key_quarter")] == [
         8, 4, 2]
 
@@ -99,6 +100,24 @@ def test_little_text_is_read_and_no_more_and_halves_do_not_meet(monkeypatch):
     assert tuning[:, 0].max() < test[:, 0].min() and test.max() < 2000
 
 
+def test_branches_at_unit_gain_are_those_of_the_same_key():
+    """Only the last matrix of every branch is larger, by the root of the number of branches."""
+    settings = Settings(arms=("pre_layer", "post_layer", "post_unit"), d_model=16, heads=2)
+    seen = {}
+    for arm in ("post_layer", "post_unit"):
+        task = training._char_lm.Task(settings.model(arm), settings.optim(arm), 11, 8, 10)
+        program = training._char_lm.program(task, 10)
+        if ARMS[arm].unit:
+            program = training.at_unit_gain(program, settings.deep)
+        seen[arm] = jax.jit(program.init)({"key": jax.random.key(0)}, {}).params
+    for path, w in jax.tree_util.tree_leaves_with_path(seen["post_unit"]):
+        plain = seen["post_layer"]
+        for part in path:
+            plain = plain[part.key]
+        gain = 12**0.5 if path[-1].key in ("o_NHD", "down_FD") else 1.0
+        np.testing.assert_allclose(w, gain * plain, rtol=1e-6)
+
+
 def test_blocks_are_shared_by_all_arms_and_ranks_begin_alike():
     settings = Settings(arms=("base", "swiglu"), d_model=16, heads=2,
                         start=Start(seeds=2, layers=3, tokens=8))
@@ -125,7 +144,7 @@ def row(part, arm, seed, axes, metrics):
 
 
 # Nats above the baseline, as the papers have it.
-COST = {"no_residual": 1.0, "post_layer_cold": 0.4, "post_layer": 0.1, "no_norm": 0.2,
+COST = {"no_residual": 1.0, "post_unit_cold": 0.4, "post_unit": 0.1, "no_norm": 0.2,
         "attention_only": 0.1, "ffn_1x": 0.08, "ffn_2x": 0.04, "ffn_8x": -0.03, "swiglu": -0.05,
         "geglu": -0.05, "heads_1": 0.06, "heads_32": 0.05, "key_quarter": 0.08, "key_half": 0.03,
         "depth_half": 0.1, "depth_double": -0.05, "smoothing": 0.03, "few_dropout_1": -0.1,
