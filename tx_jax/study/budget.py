@@ -36,13 +36,13 @@ class Budget:
 
 
 def measure(model: Model, source: int, target: int) -> Budget:
-    """The budget of a model on pairs of `source` and `target` tokens; nothing is run."""
+    """The budget of a model on pairs of `source` and `target` tokens; nothing is run and no
+    device started."""
     params = jax.eval_shape(lambda: forms.init(model, jax.random.key(0)))
-    tokens = jnp.zeros((1, target), jnp.int32)
-    if isinstance(model, EncoderDecoder):
-        batch = {"tokens_BT": tokens, "source_BS": jnp.zeros((1, source), jnp.int32)}
-    else:
-        batch = {"tokens_BT": jnp.zeros((1, source + target), jnp.int32)}
+    pair = isinstance(model, EncoderDecoder)
+    lengths = {"source_BS": source, "tokens_BT": target} if pair else {
+        "tokens_BT": source + target}
+    batch = {name: jax.ShapeDtypeStruct((1, n), jnp.int32) for name, n in lengths.items()}
 
     def total(params, batch):
         return jnp.sum(forms.logits(model, params, batch)[:, -target:])
