@@ -11,7 +11,7 @@ from experiments._ablation_start import GRADIENT, RANK
 from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
 from tx_jax.study.figures import Figure
-from tx_jax.study.report import Report
+from tx_jax.study.report import Report, run_facts
 from tx_jax.study.tables import Table
 from tx_jax.study.verdicts import Claim, judge_all
 
@@ -30,8 +30,6 @@ def make_report(settings: Settings, rows: list[Row]) -> Report:
         new = make(settings, parts[part]) if parts[part] else ([], [], [])
         for total, own in zip(found, new, strict=True):
             total += own
-    first = rows[0]
-    kernels, strategies = ({r[k] for r in rows} - {"none"} for k in ("kernel", "strategy"))
     return Report(
         "Block ablation", SUMMARY,
         verdicts=(*judge_all(found[0]), *claims.beyond(parts["training"])),
@@ -39,13 +37,7 @@ def make_report(settings: Settings, rows: list[Row]) -> Report:
         notes=(*NOTES, f"The p-values of the published claims are corrected by Holm over these "
                        f"{len(found[0])} claims, those of a table over its arms; intervals are of "
                        "single comparisons."),
-        facts=(("attention implementation", ", ".join(sorted(kernels)) or "none"),
-               ("replica strategy", ", ".join(sorted(strategies)) or "none"),
-               ("device", first["device"]),
-               ("versions", ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)),
-               ("code", first["code"][:12]), ("data", first["data"][:12]),
-               ("cells", str(len(rows))),
-               ("cell seconds in all", f"{sum(r['seconds'] for r in rows):.0f}")))
+        facts=run_facts(rows))
 
 
 SUMMARY = (

@@ -38,7 +38,7 @@ class Settings:
     arms: tuple[str, ...] = option(SMALL_ARMS, f"arms of the training: {', '.join(ARMS)}")
     seeds: int = option(5, "seeds of the training", low=1)
     # As many as the other seeds: both rounds of an arm are then one compiled program.
-    lrs: tuple[float, ...] = option((1e-3, 3e-3, 1e-2, 3e-2), "learning rates; each arm takes its "
+    lrs: tuple[float, ...] = option((3e-4, 1e-3, 3e-3, 1e-2), "learning rates; each arm takes its "
                                     "best at the first seed", low=0.0)
     steps: int = option(600, "optimizer steps; a multiple of 10", low=10, multiple_of=10)
     deep_steps: int = option(250, "steps of the arms of norms and residual; a multiple of 10",

@@ -13,7 +13,7 @@ from experiments._probes_report import probes
 from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
 from tx_jax.study.figures import Figure
-from tx_jax.study.report import Report
+from tx_jax.study.report import Report, run_facts
 from tx_jax.study.tables import Table
 from tx_jax.study.verdicts import Claim, judge_all
 
@@ -30,8 +30,6 @@ def make_report(settings: Settings, rows: list[Row]) -> Report:
         own = [row for row in rows if row["part"] == part]
         for total, new in zip(found, make(settings, own) if own else ([], [], []), strict=True):
             total += new
-    first = rows[0]
-    kernels, strategies = ({r[k] for r in rows} - {"none"} for k in ("kernel", "strategy"))
     return Report(
         "Length extrapolation",
         ("Models are trained on rows of L tokens and read longer ones. Every claim is a comparison "
@@ -46,13 +44,7 @@ def make_report(settings: Settings, rows: list[Row]) -> Report:
         notes=(*NOTES, *(PROBE_NOTES if "probes" in settings.parts else ()),
                f"The p-values of the published claims are corrected by Holm over these "
                f"{len(found[0])} claims; intervals are of single comparisons."),
-        facts=(("attention implementation", ", ".join(sorted(kernels)) or "none"),
-               ("replica strategy", ", ".join(sorted(strategies)) or "none"),
-               ("device", first["device"]),
-               ("versions", ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)),
-               ("code", first["code"][:12]), ("data", first["data"][:12]),
-               ("cells", str(len(rows))),
-               ("cell seconds in all", f"{sum(r['seconds'] for r in rows):.0f}")))
+        facts=run_facts(rows))
 
 
 NOTES = (

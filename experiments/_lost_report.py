@@ -9,7 +9,7 @@ import numpy as np
 from experiments._needles import depth_weights, shape_of_curve
 from tx_jax.study import figures, tables
 from tx_jax.study import statistics as st
-from tx_jax.study.report import Report
+from tx_jax.study.report import Report, run_facts
 from tx_jax.study.tables import Table
 from tx_jax.study.verdicts import Claim, judge_all
 
@@ -37,7 +37,6 @@ def make_report(rows: list[Row], *, arms: Sequence[str], chance: float) -> Repor
             title="Training loss by learning rate", label="loss (nats), last 50 steps",
             caption="On fresh prompts of the regime, apart from the test prompts; the smallest "
                     "mean is kept."))
-    first = rows[0]
     return Report(
         "Lost in the middle",
         ("A decoder reads n items, each a key with a value, and a query; it answers with the value "
@@ -63,12 +62,7 @@ def make_report(rows: list[Row], *, arms: Sequence[str], chance: float) -> Repor
                "are corrected by Holm over them, those of a table within its groups.",
                f"Chance is {chance:.3f}. Fewer items than in training are as new to the model as "
                "more are: in both the query stands where none stood before."),
-        facts=(("attention implementation", ", ".join(sorted({r["kernel"] for r in rows}))),
-               ("replica strategy", ", ".join(sorted({r["strategy"] for r in rows}))),
-               ("device", first["device"]),
-               ("versions", ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)),
-               ("code", first["code"][:12]), ("cells", str(len(rows))),
-               ("cell seconds in all", f"{sum(r['seconds'] for r in rows):.0f}")))
+        facts=run_facts(rows))
 
 
 def _lines(rows: list[Row], arms: Sequence[str]) -> list[tuple[str, int, str, list[Row]]]:

@@ -2,9 +2,10 @@
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tx_jax.errors import UserError
 from tx_jax.study.figures import Figure
@@ -53,6 +54,19 @@ class Report:
     figures: tuple[Figure, ...] = ()
     notes: tuple[str, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
+
+
+def run_facts(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """What made the rows of a ledger: implementations, device, versions, code, data, seconds."""
+    first = rows[0]
+    kernels, strategies = ({r[k] for r in rows} - {"none"} for k in ("kernel", "strategy"))
+    return (("attention implementation", ", ".join(sorted(kernels)) or "none"),
+            ("replica strategy", ", ".join(sorted(strategies)) or "none"),
+            ("device", first["device"]),
+            ("versions", ", ".join(f"{k} {v}" for k, v in first["versions"].items() if v)),
+            ("code", first["code"][:12]), ("data", first["data"][:12]),
+            ("cells", str(len(rows))),
+            ("cell seconds in all", f"{sum(r['seconds'] for r in rows):.0f}"))
 
 
 def write_report(report: Report, workdir: Path) -> Path:
