@@ -206,8 +206,10 @@ def _finish(canvas: Canvas, axes: Sequence[Axes], title: str) -> bytes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
+        inches = 0.6 + 0.075 * max(map(len, handles))  # of an entry
         canvas.legend(list(handles.values()), list(handles), loc="outside lower center",
-                      ncols=min(len(handles), 5), frameon=False, fontsize=9)
+                      ncols=max(1, min(len(handles), 5, int(canvas.get_figwidth() / inches))),
+                      frameon=False, fontsize=9)
     canvas.suptitle(title, fontsize=11, color=_STYLE["text"])
     out = io.BytesIO()
     canvas.savefig(out, format="png", facecolor="white", metadata={"Software": None})
@@ -252,13 +254,12 @@ def dots(series: Mapping[str, Mapping[str, Sequence[float]]], *, name: str, titl
          caption: str = "", reference: str = "") -> Figure:
     """One number per arm, a panel per family: panel -> arm -> a value per seed; mean with its 95 %
     t-interval over faint dots of single seeds. `reference` labels a dashed line at 0."""
-    columns = min(len(series), 2)
-    lines_ = math.ceil(len(series) / columns)
-    tallest = max(len(arms) for arms in series.values())
-    canvas = Canvas(figsize=(9.0, lines_ * (0.9 + 0.26 * tallest) + 0.5), dpi=130,
-                    layout="constrained")
+    columns, sizes = min(len(series), 2), [len(arms) for arms in series.values()]
+    heights = [0.9 + 0.24 * max(sizes[i:i + columns]) for i in range(0, len(sizes), columns)]
+    canvas = Canvas(figsize=(9.0, sum(heights) + 0.5), dpi=130, layout="constrained")
     FigureCanvasAgg(canvas)
-    axes = list(canvas.subplots(lines_, columns, squeeze=False).flat)
+    axes = list(canvas.subplots(len(heights), columns, squeeze=False,
+                                height_ratios=heights).flat)
     for ax in axes[len(series):]:
         ax.set_axis_off()
     for ax, (panel, arms) in zip(axes, series.items(), strict=False):
