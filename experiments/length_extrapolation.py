@@ -72,8 +72,8 @@ SMOKE = {"seeds": 2, "arms": ("rope", "alibi"), "steps": 20, "factors": (1.0, 4.
          "extend.factors": (4,), "extend.steps": 4, "extend.every": 2,
          "extend.ramps": ("1:32", "0.25:4"), "strategy": "queue"}
 # One replica per core: the fastest on 2 cores, and "auto" would compile everything twice.
-SMALL = {"strategy": "queue", "steps": 500, "probes.arms": ("none", "t5", "alibi", "rope"),
-         "probes.steps": 1200}
+SMALL = {"strategy": "queue", "seeds": 5, "steps": 500, "probes.steps": 1200,
+         "probes.arms": ("none", "t5", "alibi", "rope")}
 # Austen's novels, because a scored region of 122,880 characters lies in no held-out play.
 FULL = {"arms": tuple(ARMS), "lrs": (3e-4, 1e-3, 3e-3), "text": "austen", "context": 512,
         "steps": 20_000, "batch": 32, "layers": 6, "d_model": 512, "heads": 8, "stride": 128,
