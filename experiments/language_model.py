@@ -202,8 +202,18 @@ FULL = {"model.layers": 12, "model.d_model": 768, "model.heads": 12, "model.dtyp
         "model.remat": "block", "data.tokenizer": "bpe(vocab=16384)", "data.context": 1024,
         "optim.lr": 6e-4, "train.steps": 20000, "train.batch": 64, "train.eval_every": 1000,
         "train.save_every": 1000, "seeds": 3}
+# The block, the optimizer and the regularisation of Vaswani et al. 2017, at the size of `small`.
+ORIGINAL = {"model.norm": "layer", "model.norm_position": "post", "model.mlp": "relu",
+            "model.positions": "sinusoidal", "model.embedding_scale": "sqrt_d",
+            "model.dropout": 0.1, "optim.label_smoothing": 0.1, "optim.schedule": "inverse_sqrt",
+            "optim.warmup": 0.1, "optim.b2": 0.98, "optim.eps": 1e-9, "optim.weight_decay": 0.0,
+            "optim.clip": 0.0}
+# That of Llama 3: grouped keys, a gated layer of 8/3 D, an output head of its own.
+MODERN = {"model.kv_heads": 2, "model.mlp": "swiglu", "model.d_ff": 344, "model.norm": "rms",
+          "model.positions": "rope(base=500000)", "model.embeddings": "untied", "optim.b2": 0.95}
 
 STUDY = Study(
     name="language_model", title="Language model", settings=Settings,
-    presets={"smoke": SMOKE, "small": {}, "full": FULL}, cells=cells, run=run, report=report,
+    cells=cells, run=run, report=report,
+    presets={"smoke": SMOKE, "small": {}, "full": FULL, "original": ORIGINAL, "modern": MODERN},
     check=check_settings, group=lambda cell: cell, data=data, files=(Path(__file__),))

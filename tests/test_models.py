@@ -201,3 +201,21 @@ def test_an_impossible_configuration_is_one_sentence(options, words):
 def test_an_unknown_part_is_refused_before_compiling(options):
     with pytest.raises(UserError, match="did you mean"):
         models.build(change(**options), V, T)
+
+
+def test_the_scale_of_embeddings_is_the_root_of_the_width():
+    """A table scaled by hand gives the same; the tied head keeps its own."""
+    cfg = ModelConfig(layers=1, d_model=16, heads=2, positions="sinusoidal", embeddings="untied")
+    plain, scaled = (models.build(dataclasses.replace(cfg, embedding_scale=name), 5, 4)
+                     for name in ("none", "sqrt_d"))
+    params, ids = make_params(plain), jnp.arange(4)[None]
+    by_hand = models.apply(plain, params | {"embed_VD": 4 * params["embed_VD"]}, ids)[0]
+    np.testing.assert_allclose(models.apply(scaled, params, ids)[0], by_hand, rtol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["original", "modern"])
+def test_named_architectures_can_be_asked_for(preset, capsys):
+    import launch
+
+    assert launch.main(["--experiment=language_model", f"--preset={preset}", "--explain"]) == 0
+    assert capsys.readouterr().out

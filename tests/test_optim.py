@@ -29,7 +29,15 @@ def test_schedule_shape(schedule):
     assert shape.dtype == np.float32
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_inverse_sqrt_is_that_of_the_original_transformer():
+    """Vaswani et al. 2017, eq. 3: min(s^-1/2, s w^-3/2) d^-1/2, over its value at s = w = 40."""
+    s = np.arange(1, 401)
+    want = np.minimum(s**-0.5, s * 40**-1.5) * 40**0.5
+    np.testing.assert_allclose(factors(OptimConfig(schedule="inverse_sqrt", warmup=0.1), 400), want,
+                               rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_runs_of_any_length(schedule, warmup, steps):

@@ -102,6 +102,8 @@ class ModelConfig:
     residual: bool = option(True, "residual connections")
     embeddings: str = option("tied", "output head shares the embedding table or not",
                              choices=("tied", "untied"))
+    embedding_scale: str = option("none", "factor on token embeddings: none, or the root of the "
+                                  "width (Vaswani et al. 2017, 3.4)", choices=("none", "sqrt_d"))
     positions: str = option("rope", "position scheme: the name of a file of tx_jax/positions, with "
                             "its options, as in rope(base=500000), yarn(factor=4) or alibi")
     mask: str = option("causal", "attention mask, as in 'causal & window(256)'; rules: full, "
@@ -194,11 +196,11 @@ class OptimConfig:
 
     lr: float = option(1e-3, "peak learning rate", low=0.0)
     schedule: str = option("cosine", "shape after warm-up",
-                           choices=("cosine", "linear", "constant"))
+                           choices=("cosine", "linear", "constant", "inverse_sqrt"))
     warmup: float = option(0.05, "share of the steps spent warming up", low=0.0, high=1.0)
     floor: float = option(0.1, "final learning rate as a share of the peak", low=0.0, high=1.0,
-                          when=("schedule", lambda name: name != "constant",
-                                "a constant schedule has no end"))
+                          when=("schedule", lambda name: name in ("cosine", "linear"),
+                                "a constant or inverse_sqrt schedule has no end"))
     b1: float = option(0.9, "AdamW first-moment decay", low=0.0, high=0.9999)
     b2: float = option(0.99, "AdamW second-moment decay", low=0.0, high=0.999999)
     eps: float = option(1e-8, "AdamW denominator offset", low=1e-20)

@@ -73,6 +73,8 @@ def embed(cfg: ModelConfig, encoding: Encoding, embed_VD: jax.Array, encoding_pa
     """Tokens as vectors [B, T, D], with their positions where the scheme puts them there."""
     # Gathering in fill mode turns a token outside the vocabulary into NaN, never another token.
     x_BTD = embed_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
+    if cfg.embedding_scale == "sqrt_d":
+        x_BTD = x_BTD * cfg.d_model**0.5
     x_BTD = place("BTD", x_BTD.astype(cfg.dtype))
     return encoding.embed(encoding_params, x_BTD, positions_BT)
 

@@ -12,9 +12,10 @@ from tx_jax.letters import decay_mask
 
 
 def schedule_shape(cfg: OptimConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """The schedule for a peak of 1: linear warm-up, then cosine, linear or constant.
+    """The schedule for a peak of 1: linear warm-up, then cosine, linear, constant or inverse_sqrt.
 
-    The peak is reached at the last warm-up step and `cfg.floor` at the last step of the run. A run
+    The peak is reached at the last warm-up step, and `cfg.floor` at the last step of the run by
+    cosine and linear. inverse_sqrt falls like 1 / sqrt(step) (Vaswani et al. 2017, eq. 3). A run
     of any length works, also one that is all warm-up or a single step.
 
     Returns:
@@ -26,6 +27,8 @@ def schedule_shape(cfg: OptimConfig, steps: int) -> Callable[[jax.Array], jax.Ar
     def shape(step: jax.Array) -> jax.Array:
         step = jnp.asarray(step).astype(jnp.float32)
         warm = jnp.minimum((step + 1.0) / (peak_step + 1), 1.0)
+        if cfg.schedule == "inverse_sqrt":
+            return jnp.minimum(warm, jnp.sqrt((peak_step + 1) / (step + 1.0)))
         done = jnp.clip((step - peak_step) / decay_steps, 0.0, 1.0)
         left = {"cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * done)), "linear": 1.0 - done,
                 "constant": jnp.ones_like(done)}[cfg.schedule]
