@@ -20,7 +20,8 @@ SMALL_ARMS = ("pre_layer", "pre_layer_cold", "pre_rms", "sandwich", "post_layer"
 class Start:
     """Parts `rank` and `gradient`, before training."""
 
-    seeds: int = option(6, "seeds", low=1)
+    # Slopes scatter, and all seeds of an arm are one program.
+    seeds: int = option(24, "seeds", low=1)
     layers: int = option(12, "depth down to which the rank is followed", low=3)
     tokens: int = option(64, "tokens of a row", low=2)
     depths: tuple[int, ...] = option((2, 8, 16, 32), "depths at which gradients are taken",

@@ -272,6 +272,7 @@ def dots(series: Mapping[str, Mapping[str, Sequence[float]]], *, name: str, titl
             ax.plot([s.mean], [y], ls="", marker="o", ms=5.5, color=PALETTE[0])
         _dress(ax, None, panel, xlabel, False, False)
         ax.axvline(0, color="#999999", lw=0.9, ls="--", zorder=1, label=reference or None)
+        ax.locator_params(axis="x", nbins=6)
         ax.set_yticks(range(len(arms)), list(arms))
         ax.set_ylim(len(arms) - 0.5, -0.5)
     return Figure(name, title, caption, _finish(canvas, axes, title))
