@@ -100,6 +100,7 @@ def test_little_text_is_read_and_no_more_and_halves_do_not_meet(monkeypatch):
     assert tuning[:, 0].max() < test[:, 0].min() and test.max() < 2000
 
 
+@pytest.mark.slow
 def test_branches_at_unit_gain_are_those_of_the_same_key():
     """Only the last matrix of every branch is larger, by the root of the number of branches."""
     settings = Settings(arms=("pre_layer", "post_layer", "post_unit"), d_model=16, heads=2)
@@ -118,6 +119,7 @@ def test_branches_at_unit_gain_are_those_of_the_same_key():
         np.testing.assert_allclose(w, gain * plain, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_blocks_are_shared_by_all_arms_and_ranks_begin_alike():
     settings = Settings(arms=("base", "swiglu"), d_model=16, heads=2,
                         start=Start(seeds=2, layers=3, tokens=8))

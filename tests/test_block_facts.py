@@ -48,6 +48,7 @@ def test_parameters_of_the_feed_forward_layer_and_what_matches_them():
     assert parameters(mlp="swiglu", d_ff=6 * D) - parameters(mlp="none") == L * 3 * D * 6 * D
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [  # thousands, as 2017 prints them in millions (table 3)
     ({}, {"layers": 8}, 14_680), ({}, {"d_ff": 4096}, 25_166), ({"d_ff": 1024}, {}, 12_583),
     # Vaswani et al. narrow queries and keys (7.08 M); here values and outputs narrow with them.
@@ -116,6 +117,7 @@ def test_post_norm_blocks_leave_rows_of_norm_sqrt_d(x_BTD):
     np.testing.assert_allclose(jnp.linalg.norm(out_BTD, axis=-1), 32**0.5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_scaled_branches_keep_the_variance_of_the_stream_at_any_depth(x_BTD):
     def variance(depth, gain):
         return float(jnp.var(through({}, depth, x_BTD, gain=gain)))
