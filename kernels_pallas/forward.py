@@ -7,6 +7,7 @@ multiplies (Shah et al. 2024, FlashAttention-3, section 3.1). The softmax runs o
 (Dao et al. 2022, algorithm 1) with accumulators in float32.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,16 +49,21 @@ class _Plan:
     blocks: int
     allowed: Callable[[Any, Any], Any] | None
     prefix: bool
+    lengths: bool
     per_example: bool  # block ranges differ between examples
     interpret: bool
 
     def slot(self, step):
-        return lax.rem(step, jnp.int32(self.config.stages))
+        stages = self.config.stages
+        if stages & (stages - 1):
+            return lax.rem(step, jnp.int32(stages))
+        return step & (stages - 1)  # no sign to care for: fewer instructions
 
 
 def flash_forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, scale: float,
                   ranges: jax.Array | None = None,
                   allowed: Callable[[Any, Any], Any] | None = None, prefix: bool = False,
+                  lengths: bool = False,
                   q_segments_BT: jax.Array | None = None, k_segments_BS: jax.Array | None = None,
                   config: Config | None = None, interpret: Any = None
                   ) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +81,8 @@ def flash_forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, sc
       ranges: int32 [1|B, tiles, 8] from `ranges.block_ranges`; None = every query sees every key.
       allowed: static function of two int32 arrays (absolute index of query and key) that is applied
         in the blocks that `ranges` does not call full; None = no such rule.
-      prefix: whether the prefix lengths in `ranges` count.
+      prefix, lengths: whether the prefix lengths, or the lengths, in `ranges` count; where S is no
+        multiple of a block the lengths always do.
       q_segments_BT, k_segments_BS: int32, -1 and -2 where nothing may meet; both or none.
       config: tiles; None = `default_config`.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
@@ -97,9 +104,11 @@ def flash_forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, sc
         ranges = block_ranges(jnp.full((1, tiles, blocks), 2, jnp.int8), S, config.block_kv)
     q, k, v = (_pad(_pad(x, 3, width), 1, size) for x, size in (
         (q_BTNH, config.rows), (k_BSKH, config.block_kv), (v_BSKH, config.block_kv)))
+    lengths = lengths or S % config.block_kv > 0
     per_example = ranges is not None and ranges.shape[0] > 1
     plan = _Plan(config, width, N // K, q.dtype, float(scale) * LOG2E,
-                 k.shape[1] // config.block_kv, allowed, prefix, per_example, interpret is not None)
+                 k.shape[1] // config.block_kv, allowed, prefix, lengths, per_example,
+                 interpret is not None)
     extra = {"ranges": None if ranges is None else ranges.reshape(-1)}
     if q_segments_BT is not None:
         extra |= {"q_segments": _pad(q_segments_BT, 1, config.rows, -1),
@@ -190,21 +199,25 @@ class _Scope:
 
 def _load(scope: _Scope, k_ref, v_ref):
     """The loader: every block of this tile through the ring, in order."""
-    plan, block_kv = scope.plan, scope.plan.config.block_kv
+    plan, block_kv, stages = scope.plan, scope.plan.config.block_kv, scope.plan.config.stages
     first, _, _, last = scope.span()
     batch, head = lax.axis_index("batch"), lax.div(lax.axis_index("heads"), plan.group)
 
-    def step(j, _):
-        slot, source = plan.slot(j - first), (batch, pl.ds(j * block_kv, block_kv), head)
+    # Ends only when every tile has been released, so that no barrier is left unobserved.
+    @pl.loop(0, last - first + stages)
+    def _(count):
+        slot = plan.slot(count)
+        source = (batch, pl.ds((first + count) * block_kv, block_kv), head)
         for ref, ring, full, free in (
                 (k_ref, scope.keys, scope.keys_full, scope.keys_free),
                 (v_ref, scope.values, scope.values_full, scope.values_free)):
-            @pl.when(j - first >= plan.config.stages)
+            @pl.when(count >= stages)
             def _(free=free):
                 plgpu.barrier_wait(free.at[slot])
-            plgpu.copy_gmem_to_smem(ref.at[source], ring.at[slot], full.at[slot])
 
-    lax.fori_loop(first, last, step, None)
+            @pl.when(count < last - first)
+            def _(ref=ref, ring=ring, full=full):
+                plgpu.copy_gmem_to_smem(ref.at[source], ring.at[slot], full.at[slot])
 
 
 def _compute(scope: _Scope, q_ref, out_ref, lse_ref):
@@ -222,8 +235,8 @@ def _compute(scope: _Scope, q_ref, out_ref, lse_ref):
     pl.when(wg == 1)(scope.change_turns)  # the other one multiplies first
 
     def blocks(low, high, carry, masked):
-        return lax.fori_loop(low, high, lambda j, c: _step(scope, j, j - first, q_smem, base, c,
-                                                           masked), carry)
+        return lax.fori_loop(low - first, high - first, lambda count, carry: _step(
+            scope, first, count, q_smem, base, carry, masked), carry)
 
     if "ranges" in scope.masks:
         carry = blocks(first, full_first, carry, True)
@@ -241,7 +254,7 @@ def _compute(scope: _Scope, q_ref, out_ref, lse_ref):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(scope: _Scope, j, count, q_smem, base, carry, masked: bool):
+def _step(scope: _Scope, first, count, q_smem, base, carry, masked: bool):
     """One block of keys: products, online softmax, weighted sum."""
     plan, (acc, m, total) = scope.plan, carry
     slot, shape = plan.slot(count), (plan.config.block_q, plan.config.block_kv)
@@ -254,8 +267,9 @@ def _step(scope: _Scope, j, count, q_smem, base, carry, masked: bool):
 
     logits = pl.run_scoped(products, plgpu.ACC(shape, jnp.float32))
     plgpu.barrier_arrive(scope.keys_free.at[slot])
-    if masked:
-        logits = jnp.where(_visible(scope, j, base, shape), logits, -jnp.inf)
+    visible = _visible(scope, first + count, base, shape) if masked else None
+    if visible is not None:
+        logits = jnp.where(visible, logits, -jnp.inf)
     peak = jnp.maximum(m, jnp.max(logits, axis=1) * plan.scale_log2)
     # A row that has seen no key yet: minus infinity less minus infinity would be NaN.
     safe = jnp.where(peak == -jnp.inf, 0.0, peak) if masked else peak
@@ -276,28 +290,30 @@ def _step(scope: _Scope, j, count, q_smem, base, carry, masked: bool):
 def _add_product(plan: _Plan, acc, weights, v_smem):
     """acc + weights @ v with the weights in registers."""
     if plan.interpret:  # the interpreter knows wgmma from shared memory only
-        return acc + jnp.dot(weights, v_smem[...], preferred_element_type=jnp.float32)
+        values = v_smem[...]
+        plgpu.commit_smem()  # a plain read, unlike wgmma, must be fenced from the next TMA copy
+        return acc + jnp.dot(weights, values, preferred_element_type=jnp.float32)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, v_smem))(plgpu.ACC.init(acc))
 
 
 def _visible(scope: _Scope, j, base, shape):
-    """Which pairs of a tile may meet, bool [block_q, block_kv]."""
+    """Which pairs of a tile may meet, bool [block_q, block_kv]; None = all."""
     plan, masks, block_kv = scope.plan, scope.masks, scope.plan.config.block_kv
     k_idx = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + j * block_kv
-    visible = k_idx < scope.bound(LENGTH)
+    terms = [k_idx < scope.bound(LENGTH)] if plan.lengths else []
     if plan.allowed is not None:
         q_idx = (plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
                  + (base + scope.bound(START)))
         rule = plan.allowed(q_idx, k_idx)
-        visible &= (rule | (k_idx < scope.bound(PREFIX))) if plan.prefix else rule
+        terms.append((rule | (k_idx < scope.bound(PREFIX))) if plan.prefix else rule)
     if "q_segments" in masks:
         batch = lax.axis_index("batch")
         q_seg = plgpu.load(masks["q_segments"].at[batch, pl.ds(base, shape[0])], layout=ROW,
                            optimized=False)
         k_seg = plgpu.load(masks["k_segments"].at[batch, pl.ds(j * block_kv, block_kv)],
                            layout=COLUMN, optimized=False)
-        visible &= _wide(q_seg, shape) == lax.broadcast_in_dim(k_seg, shape, [1])
-    return visible
+        terms.append(_wide(q_seg, shape) == lax.broadcast_in_dim(k_seg, shape, [1]))
+    return functools.reduce(jnp.logical_and, terms) if terms else None
 
 
 def _wide(x, shape):
