@@ -107,8 +107,8 @@ def line(name: str, facts: h200.Facts) -> str:
 
 
 def main(names: list[str]) -> int:
-    if wheels := h200.missing():
-        print(f"nothing is compiled: pip install {wheels} first")
+    if command := h200.missing():
+        print(f"nothing is compiled; install the compiler first: {command}")
         return 1
     device, bad, report = h200.device(), [], partial(print, flush=True)
     report(f"H200, forward, [1, {LENGTH}, {HEADS}, width]; loops: HGMMA/EX2/other instructions "
@@ -130,4 +130,5 @@ def main(names: list[str]) -> int:
 if __name__ == "__main__":
     if os.environ.setdefault("JAX_PLATFORMS", "cpu") != "cpu":
         sys.exit("set JAX_PLATFORMS=cpu: the kernels are compiled, not run.")
+    h200.restart_with_compiler("kernels_pallas.compile_report")
     sys.exit(main(sys.argv[1:]))

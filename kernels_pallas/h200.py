@@ -1,7 +1,7 @@
 """Compiles for an NVIDIA H200 on a machine without a GPU, and reads what the compiler made.
 
-Needs the wheels jax-cuda13-plugin, jax-cuda13-pjrt and nvidia-cuda-nvdisasm (extra `test`), and
-JAX_PLATFORMS=cpu in the environment, which keeps the CUDA version check quiet.
+Needs JAX_PLATFORMS=cpu, and the wheels of the extra `compile` in a folder `h200` of the virtual
+environment; inside the environment itself JAX would miss its CUDA libraries at every start.
 """
 
 import contextlib
@@ -45,6 +45,7 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+FOLDER = Path(sys.prefix) / "h200"
 WHEELS = {"jax-cuda13-plugin": "jax_cuda13_plugin", "jax-cuda13-pjrt": "jax_plugins.xla_cuda13"}
 _DUMPS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS", "MOSAIC_GPU_DUMP_RESOURCES")
 
@@ -68,9 +69,24 @@ class Facts:
 
 
 def missing() -> str:
-    """What has to be installed, in words; "" = nothing."""
+    """The command that installs what is missing; "" = nothing is."""
     absent = [wheel for wheel, module in WHEELS.items() if not _there(module)]
-    return " ".join([*absent, *([] if _disassembler() else ["nvidia-cuda-nvdisasm"])])
+    absent += [] if _disassembler() else ["nvidia-cuda-nvdisasm"]
+    if not absent:
+        return ""
+    return ("python -m pip install --no-deps --target .venv/h200 -c constraints.txt "
+            + " ".join([*WHEELS, "nvidia-cuda-nvdisasm"]))
+
+
+def restart_with_compiler(module: str) -> None:
+    """Starts `python -m module` anew with the folder of wheels on its path, unless it is there.
+
+    JAX looks for them while it is imported, so adding them later is too late.
+    """
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]],
+                  os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 
 
 def device() -> jax.Device:

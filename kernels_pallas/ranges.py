@@ -31,7 +31,7 @@ def block_ranges(kinds_BIJ: jax.Array, lengths_B: jax.Array | int, block_kv: int
     tiles, blocks = kinds_BIJ.shape[1:]
     numbers = [jnp.broadcast_to(jnp.reshape(jnp.asarray(x, jnp.int32), (-1, 1)), (B, tiles))
                for x in (lengths_B, prefix_B, start_B)]
-    block = jnp.arange(blocks, dtype=jnp.int32)
+    block = jnp.arange(blocks, dtype=jnp.int32)[None, None]
     inside = (block + 1) * block_kv <= numbers[0][..., None]
     kinds = jnp.broadcast_to(kinds_BIJ, (B, tiles, blocks))
     some, full = kinds != EMPTY, (kinds == FULL) & inside

@@ -26,7 +26,7 @@ SCHEMES = {name: name for name in plugins.names("tx_jax.positions")} | {
 }
 # Their frequencies follow the current length, so a step computes with others than a longer pass.
 LENGTH_DEPENDENT = {"rope_dynamic_ntk", "rope_dynamic_ntk_paper"}
-OTHERS = sorted(set(implementations()) - {"reference", "cudnn"})
+OTHERS = sorted(set(implementations()) - {"reference", "cudnn", "flash"})
 B, T, N, K, H = 2, 6, 4, 2, 8
 
 
