@@ -33,6 +33,8 @@ from kernels_pallas.ranges import (
 )
 
 LOG2E = math.log2(math.e)
+# Of a key that no query meets.
+NO_SEGMENT = -2**31
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -83,7 +85,8 @@ def flash_forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, sc
         in the blocks that `ranges` does not call full; None = no such rule.
       prefix, lengths: whether the prefix lengths, or the lengths, in `ranges` count; where S is no
         multiple of a block the lengths always do.
-      q_segments_BT, k_segments_BS: int32, -1 and -2 where nothing may meet; both or none.
+      q_segments_BT, k_segments_BS: int32; padding is 0 in queries and `NO_SEGMENT` in keys, which
+        no query may have; both or none.
       config: tiles; None = `default_config`.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
@@ -111,8 +114,8 @@ def flash_forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, sc
                  interpret is not None)
     extra = {"ranges": None if ranges is None else ranges.reshape(-1)}
     if q_segments_BT is not None:
-        extra |= {"q_segments": _pad(q_segments_BT, 1, config.rows, -1),
-                  "k_segments": _pad(k_segments_BS, 1, config.block_kv, -2)}
+        extra |= {"q_segments": _pad(q_segments_BT, 1, config.rows),
+                  "k_segments": _pad(k_segments_BS, 1, config.block_kv, NO_SEGMENT)}
     out, lse = _call(plan, q, k, v, {n: x for n, x in extra.items() if x is not None}, interpret)
     return out[:, :T, :, :V], lse[:, :, :T]
 

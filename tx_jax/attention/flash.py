@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.config import default_config, padded_width
-from kernels_pallas.forward import flash_forward
+from kernels_pallas.forward import NO_SEGMENT, flash_forward
 from kernels_pallas.ranges import block_ranges
 from tx_jax.attention import blockwise
 from tx_jax.attention._capabilities import Capabilities
@@ -86,11 +86,11 @@ def _mask_arguments(mask: Mask, B: int, T: int, S: int, start: Any, width: int) 
                           config.block_kv, 0 if prefix is None else prefix, start)
     segments = {}
     if mask.q_segments_BT is not None:
-        # Segment 0 meets nothing, not even itself.
-        for name, ids, nothing in (("q_segments_BT", mask.q_segments_BT, -1),
-                                   ("k_segments_BS", mask.k_segments_BS, -2)):
-            ids = jnp.broadcast_to(ids, (B, ids.shape[1])).astype(jnp.int32)
-            segments[name] = jnp.where(ids == 0, nothing, ids)
+        # Segment 0 meets nothing, not even itself; the others may be any number but the smallest.
+        q_ids, k_ids = (jnp.broadcast_to(ids, (B, ids.shape[1])).astype(jnp.int32)
+                        for ids in (mask.q_segments_BT, mask.k_segments_BS))
+        segments = {"q_segments_BT": q_ids,
+                    "k_segments_BS": jnp.where(k_ids == 0, NO_SEGMENT, k_ids)}
     return dict(ranges=ranges, allowed=None if mask.rule == Full() else mask.rule.allowed,
                 prefix=prefix is not None, lengths=lengths is not None, **segments)
 
