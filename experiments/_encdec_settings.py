@@ -10,7 +10,7 @@ from tx_jax.errors import UserError
 from tx_jax.study.budget import Budget, match, measure
 
 STUDY = "enc_dec_vs_decoder"
-CHUNK = 50  # steps between two looks at rows that were never trained on
+CHUNK = 50  # steps between two looks at freshly drawn rows
 BASE = "encdec"
 
 

@@ -41,7 +41,7 @@ def program(task: Task, chunk: int) -> Program:
 
     replica: {"key", "lr", "data"}; rows of step s come from fold_in(data, s), so that equal seeds
     see the same rows whatever the arm. Record: loss in nats per target token [chunk], the share of
-    exact rows in a batch that was never trained on, and the steps so far.
+    exact rows in a freshly drawn batch, and the steps so far.
     """
     model = task.build()
 
@@ -60,8 +60,8 @@ def program(task: Task, chunk: int) -> Program:
             return state, metrics["loss"]
 
         state, loss = jax.lax.scan(one, state, None, length=chunk)
-        unseen = rows(jax.random.fold_in(replica["data"], -1 - state.step))
-        right_B = _seq_tasks.exact(model, state.params, unseen)
+        fresh = rows(jax.random.fold_in(replica["data"], -1 - state.step))
+        right_B = _seq_tasks.exact(model, state.params, fresh)
         return state, {"loss": loss, "exact": jnp.mean(right_B.astype(jnp.float32)),
                        "step": state.step}
 

@@ -139,8 +139,18 @@ def test_a_batch_of_ragged_rows_equals_one_by_one(decoder, translator, beams):
             np.testing.assert_allclose(together.scores_BR[i], alone.scores_BR[0], atol=1e-5)
 
 
-def test_scores_are_those_of_one_pass(translator):
-    model, params = translator
+@pytest.fixture(scope="module")
+def learned_cross():
+    """Positions of the source with a table of parameters, which is no row of a batch."""
+    model = seq2seq.build(CFG, EncoderConfig(cross_positions="t5(bidirectional=True)"), V, 16)
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: seq2seq.init(model, jax.random.key(0)))
+    return model, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+
+
+@pytest.mark.parametrize("name", ["translator", "learned_cross"])
+def test_scores_are_those_of_one_pass(name, request):
+    model, params = request.getfixturevalue(name)
     found = search(model, params, PROMPTS[:1], NEW, STOP, Beam(3, 0.0), begin=BEGIN)
     row = found.best_BT[0]
     logits = seq2seq.apply(model, params, jnp.array(PROMPTS[:1]), jnp.array([[BEGIN, *row[:-1]]]))
@@ -152,19 +162,39 @@ def test_scores_are_those_of_one_pass(translator):
 @pytest.mark.parametrize(("change", "words"), [
     ({"beam": lambda: Beam(V + 1)}, "--beams=7 is more than the 6 tokens"),
     ({"new_tokens": 0}, "new_tokens=0"), ({"stop": V}, "stop=6 lies outside"),
-    ({"begin": None}, "begin=")], ids=str)
+    ({"begin": None}, "give begin"), ({"prompts": []}, "there are no prompts"),
+    ({"prompts": [[]]}, "prompt 1 is no list"), ({"prompts": [[1], [-1, 2]]}, "token -1, outside"),
+    ({"prompts": [[V]]}, "token 6, outside"), ({"prompts": [[1.5]]}, "prompt 1 is no list")],
+    ids=str)
 def test_a_mistake_is_one_sentence(translator, change, words):
     model, params = translator
-    options = {"new_tokens": NEW, "stop": STOP, "begin": BEGIN, "beam": Beam} | change
+    options = {"prompts": PROMPTS, "new_tokens": NEW, "stop": STOP, "begin": BEGIN,
+               "beam": Beam} | change
     made = options.pop("beam")()
     with pytest.raises(UserError, match=words):
-        search(model, params, PROMPTS, beam=made, **options)
+        search(model, params, beam=made, **options)
 
 
 def test_logits_that_are_no_numbers_are_an_error(decoder):
     model, params = decoder
     with pytest.raises(UserError, match="not numbers"):
         search(model, params | {"head_DV": params["head_DV"] * jnp.nan}, PROMPTS, NEW, STOP)
+
+
+def test_no_number_in_any_beam_is_seen():
+    """Only what follows token 2 is broken, which is the second beam."""
+    logits = jnp.zeros((4, 4)).at[2].set(jnp.nan)
+    first = jnp.array([[-9.0, 3.0, 2.0, -9.0]])
+    tokens, _ = beam.run(lambda token_R, state: (logits[token_R], state), first, jnp.zeros((1, 1)),
+                         Beam(2), 4, STOP)
+    assert (np.asarray(tokens)[0, 0] < 0).any()
+
+
+def test_one_beam_follows_the_largest_logit_however_long_the_sum():
+    logits = jnp.array([-9.0, 0.0, 0.0, 1e-6])
+    tokens, _ = beam.run(lambda token_R, state: (logits[None], state), logits[None],
+                         jnp.zeros((1, 1)), Beam(1), 100, STOP)
+    assert (np.asarray(tokens) == 3).all()
 
 
 def test_settings_are_checked():

@@ -51,6 +51,8 @@ def test_no_token_is_lost_and_lengths_are_fixed(n, rate, mean, seed):
 @pytest.mark.parametrize(("call", "words"), [
     (lambda r: corrupt_spans(r, np.arange(1), 100), "text of 1"),
     (lambda r: corrupt_spans(r, np.arange(9), 100, mean=0.5), "spans of 0.5"),
+    (lambda r: corrupt_spans(r, np.arange(9), 100, mean=float("nan")), "spans of nan"),
+    (lambda r: corrupt_spans(r, np.arange(9), 5), "token 8 would be read as a sentinel"),
     (lambda r: corrupt_spans(r, np.arange(9), 100, rate=1.0), "rate=1.0"),
     (lambda r: mask_tokens(r, np.ones((1, 4), np.int32), MASK, V, rate=0.0), "rate=0.0")])
 def test_a_mistake_is_one_sentence(call, words):

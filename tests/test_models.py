@@ -213,6 +213,13 @@ def test_the_scale_of_embeddings_is_the_root_of_the_width():
     np.testing.assert_allclose(models.apply(scaled, params, ids)[0], by_hand, rtol=1e-6)
 
 
+def test_a_token_outside_the_vocabulary_is_nan_on_either_side():
+    model = models.build(ModelConfig(layers=1, d_model=16, heads=2), 5, 4)
+    params = make_params(model)
+    for token in (-1, 5):
+        assert np.isnan(models.apply(model, params, jnp.array([[1, token]]))[0][0, 1]).all()
+
+
 @pytest.mark.parametrize("preset", ["original", "modern"])
 def test_named_architectures_can_be_asked_for(preset, capsys):
     import launch

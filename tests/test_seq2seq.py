@@ -144,9 +144,41 @@ def test_dropout_differs_by_key_and_off_by_default():
     assert np.any(first != second) and np.any(first != none)
 
 
-def test_what_cannot_be_shared_is_refused():
-    with pytest.raises(UserError, match=r"--encoder.layers=3 and --model.layers=2"):
-        seq2seq.build(CFG, EncoderConfig(layers=3, weights="shared"), V, 8)
+@pytest.mark.parametrize("cross", ["xpos(scale_base=4)", "rope_dynamic_ntk(trained=4)"])
+def test_positions_that_follow_the_length_take_that_of_the_source(cross):
+    """Later targets then change nothing before them."""
+    model, params = make(EncoderConfig(cross_positions=cross))
+    source, target = tokens(1, S), tokens(1, T, 1)
+    both = [forward(model, params, source, target[:, :n])[:, :2] for n in (2, T)]
+    np.testing.assert_allclose(*both, atol=1e-5)
+
+
+@pytest.mark.parametrize(("encoder", "options", "words"), [
+    ({"layers": 3, "weights": "shared"}, {}, "--encoder.layers=3 and --model.layers=2"),
+    ({"weights": "shared", "positions": "cope"}, {}, "needs the same positions on both sides"),
+    ({"cross_positions": "sinusoidal"}, {}, "adds positions to embeddings"),
+    ({"cross_positions": "learned"}, {}, "adds positions to embeddings")], ids=str)
+def test_what_cannot_be_is_refused(encoder, options, words):
+    with pytest.raises(UserError, match=words):
+        seq2seq.build(dataclasses.replace(CFG, **options), EncoderConfig(**encoder), V, 8)
+
+
+def test_a_memory_belongs_to_an_encoder_decoder():
+    """Not given where it is needed, given where it is not, or not read yet."""
+    model, params = make()
+    weights, ids = seq2seq.decoder_params(params), tokens(1, 2)
+    memory = seq2seq.encode(model, params, tokens(1, S))
+    cache = decode.init_cache(model.decoder, 1, 4)
+    for call in (lambda: decode.extend(model.decoder, weights, ids, cache),
+                 lambda: decode.extend(model.decoder, weights, ids, cache, memory=memory),
+                 lambda: decode.generate(model.decoder, weights, [[1]], 2),
+                 lambda: decode.generate(model, params, [[1]], 2),
+                 lambda: models.apply(model.decoder, weights, ids)):
+        with pytest.raises(UserError, match="encoder-decoder"):
+            call()
+    with pytest.raises(UserError, match="cross_mask=causal counts from the start of a row"):
+        other, params = make(EncoderConfig(cross_mask="causal"))
+        seq2seq.apply(other, params, tokens(1, S), ids, target_segments_BT=jnp.array([[1, 2]]))
 
 
 @pytest.mark.parametrize("positions", ["rope", "t5(bidirectional=True)", "learned"])

@@ -23,7 +23,7 @@ from tx_jax import decode, seq2seq
 from tx_jax.config import check, check_whole, option
 from tx_jax.errors import UserError
 from tx_jax.models import DecoderLM
-from tx_jax.requests import check_numbers, make_plan, padded
+from tx_jax.requests import check_numbers, check_prompts, make_plan, padded
 from tx_jax.sampling import Sampling
 from tx_jax.seq2seq import EncoderDecoder
 
@@ -81,20 +81,23 @@ def search(model: DecoderLM | EncoderDecoder, params: Any, prompts: Sequence[Seq
     """
     beam = beam or Beam()
     check_whole("new_tokens", new_tokens, 1)
-    tokens_BT, lengths_B = padded(prompts)
     decoder = getattr(model, "decoder", model)
     if beam.beams > decoder.vocab:
         raise UserError(f"--beams={beam.beams} is more than the {decoder.vocab} tokens that can "
                         "follow; give fewer.")
+    check_prompts(decoder, prompts, new_tokens)
+    greedy = Sampling(temperature=0)
     if decoder is model:
-        size = make_plan(model, prompts, new_tokens, Sampling(temperature=0), stop=stop).size
-        found = _search(model, beam, new_tokens, size, stop, params, tokens_BT, lengths_B)
+        size = make_plan(model, prompts, new_tokens, greedy, stop=stop).size
+        found = _search(model, beam, new_tokens, size, stop, params, *padded(prompts))
     else:
-        check_whole("begin", -1 if begin is None else begin, 0)
-        make_plan(decoder, [[begin]], new_tokens, Sampling(temperature=0), stop=stop)
-        found = _search_source(model, beam, new_tokens, stop, begin, params, tokens_BT, lengths_B)
-    best = check_numbers(found[0].reshape(-1, new_tokens), 0)
-    return Found(best.reshape(found[0].shape), np.asarray(found[1]))
+        if begin is None:
+            raise UserError("an encoder-decoder needs the token that opens every target; give "
+                            "begin.")
+        make_plan(decoder, [[begin]], new_tokens, greedy, stop=stop)
+        found = _search_source(model, beam, new_tokens, stop, begin, params, *padded(prompts))
+    check_numbers(found[0].reshape(-1, new_tokens), 0)
+    return Found(*map(np.asarray, found))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -113,15 +116,13 @@ def _search_source(model, beam, n, stop, begin, params, tokens_BS, lengths_B):
     memory = seq2seq.read(model, params, tokens_BS, text_BS.astype(jnp.int32))
     B, decoder = tokens_BS.shape[0], model.decoder
     weights = decode.unstack(decoder, seq2seq.decoder_params(params))
-
-    def step(token_R, state):
-        memory, cache = state
-        logits_RV, cache = decode.decode_step(decoder, weights, token_R, cache, memory=memory)
-        return logits_RV, (memory, cache)
-
-    begin_B = jnp.full((B,), begin, jnp.int32)
-    logits_BV, state = step(begin_B, (memory, decode.init_cache(decoder, B, n)))
-    return run(step, logits_BV, state, beam, n, stop)
+    cache = decode.init_cache(decoder, B, n)
+    logits_BV, cache = decode.decode_step(decoder, weights, jnp.full((B,), begin, jnp.int32),
+                                          cache, memory=memory)
+    # All hypotheses of a row read the same source, so it is repeated once and never reordered.
+    wide = seq2seq.repeat(memory, hypotheses(beam))
+    return run(functools.partial(decode.decode_step, decoder, weights, memory=wide), logits_BV,
+               cache, beam, n, stop)
 
 
 @jax.tree_util.register_dataclass
@@ -142,6 +143,11 @@ class _State:
     count_B: jax.Array
 
 
+def hypotheses(beam: Beam) -> int:
+    """R, the hypotheses of a row that go on: the beams and, beside several, the greedy one."""
+    return beam.beams + (beam.beams > 1)
+
+
 def run(step: Step, logits_BV: jax.Array, state: Any, beam: Beam, n: int, stop: int
         ) -> tuple[jax.Array, jax.Array]:
     """Tokens [B, beams, n] and scores [B, beams] from the best on; see the module for the rules.
@@ -151,8 +157,7 @@ def run(step: Step, logits_BV: jax.Array, state: Any, beam: Beam, n: int, stop: 
       logits_BV: of the first token.
       state: what `step` carries, every leaf with the rows [B] first.
     """
-    B, R = logits_BV.shape[0], beam.beams + (beam.beams > 1)
-    K = beam.beams
+    B, R, K = logits_BV.shape[0], hypotheses(beam), beam.beams
     # All hypotheses begin alike, so only one of them, and the greedy one, may be continued.
     first_R = (jnp.arange(R) == 0) | (jnp.arange(R) >= K)
     start = _State(jnp.int32(0), jax.tree.map(lambda x: jnp.repeat(x, R, axis=0), state),
@@ -200,15 +205,16 @@ def _choose(state: _State, logits_RV: jax.Array, beam: Beam, stop: int) -> _Stat
     (B, R), K, V = state.score_BR.shape, beam.beams, logits_RV.shape[-1]
     logp_BRV = jax.nn.log_softmax(logits_RV.astype(jnp.float32)).reshape(B, R, V)
     total_BRV = state.score_BR[..., None] + logp_BRV
-    score_BR, place_BR = jax.lax.top_k(total_BRV[:, :K].reshape(B, K * V), K)
-    token_BR, from_BR = place_BR % V, place_BR // V
+    # By logits: beside a long sum the difference of two near tokens would be rounded away.
+    greedy_B1 = jnp.argmax(logits_RV.reshape(B, R, V)[:, -1], axis=-1)[:, None]
+    greedy = (jnp.take_along_axis(total_BRV[:, -1], greedy_B1, axis=1), greedy_B1,
+              jnp.full_like(greedy_B1, R - 1))
     if R > K:
-        greedy_B1 = jnp.argmax(logp_BRV[:, K], axis=-1)[:, None]
-        token_BR = jnp.concatenate([token_BR, greedy_B1], axis=1)
-        from_BR = jnp.concatenate([from_BR, jnp.full_like(greedy_B1, K)], axis=1)
-        score_BR = jnp.concatenate([score_BR, jnp.take_along_axis(
-            total_BRV[:, K], greedy_B1, axis=1)], axis=1)
-    bad_B = jnp.isnan(logp_BRV[:, 0]).any(axis=-1)
+        score_BK, place_BK = jax.lax.top_k(total_BRV[:, :K].reshape(B, K * V), K)
+        greedy = (jnp.concatenate(pair, axis=1) for pair in zip(
+            (score_BK, place_BK % V, place_BK // V), greedy, strict=True))
+    score_BR, token_BR, from_BR = greedy
+    bad_B = jnp.any(jnp.isnan(logp_BRV).any(axis=-1) & (state.score_BR > -jnp.inf), axis=-1)
     token_BR = jnp.where(bad_B[:, None], -1, token_BR.astype(jnp.int32))
     tokens_BRT = jnp.take_along_axis(state.tokens_BRT, from_BR[..., None], axis=1)
     tokens_BRT = jax.lax.dynamic_update_slice_in_dim(tokens_BRT, token_BR[..., None], state.t, 2)

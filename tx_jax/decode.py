@@ -104,6 +104,9 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
     Raises:
       UserError: the tokens are known not to fit into the cache.
     """
+    if (memory is None) != (model.cross is None) or (memory is not None and memory.held is None):
+        raise UserError("a memory from seq2seq.read is for the decoder of an encoder-decoder, "
+                        "which needs one; other models take none.")
     cfg, params = model.cfg, unstack(model, params)
     lengths_B = check_room(cache, tokens_BT, lengths_B)
     size, encoding = FrozenDict(sizes(cfg, model.vocab, model.context)), make_encoding(
@@ -227,6 +230,9 @@ def stream(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_
     """
     sampling = sampling or Sampling()
     check_whole("every", every, 0)
+    if getattr(model, "cross", model) is not None:
+        raise UserError("generate and stream continue texts by a decoder alone; decode an "
+                        "encoder-decoder with tx_jax.beam.search.")
     plan = make_plan(model, prompts, new_tokens, sampling, size=size, kind=kind, chunk=chunk,
                      stop=stop)
     tokens, lengths = padded(prompts)

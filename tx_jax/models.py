@@ -71,7 +71,9 @@ def default_positions(tokens_BT: jax.Array, segments_BT: jax.Array | None) -> ja
 def embed(cfg: ModelConfig, encoding: Encoding, embed_VD: jax.Array, encoding_params: Any,
           tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Tokens as vectors [B, T, D], with their positions where the scheme puts them there."""
-    # Gathering in fill mode turns a token outside the vocabulary into NaN, never another token.
+    # Gathering in fill mode turns a token outside the vocabulary into NaN, never another token; a
+    # negative one would count from the end.
+    tokens_BT = jnp.where(tokens_BT < 0, embed_VD.shape[0], tokens_BT)
     x_BTD = embed_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan)
     if cfg.embedding_scale == "sqrt_d":
         x_BTD = x_BTD * cfg.d_model**0.5
@@ -105,7 +107,7 @@ def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
           dropout_key: jax.Array | None = None, scale: jax.Array | float | None = None,
           trace: bool | str = False, prefix_B: jax.Array | None = None
           ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Logits of a batch; `decode.extend` gives the same a few tokens at a time.
+    """Logits of a batch; without a prefix `decode.extend` gives them a few tokens at a time.
 
     Args:
       tokens_BT: int32 token ids; an id outside the vocabulary gives NaN logits.
@@ -126,6 +128,8 @@ def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
     """
     if trace not in (False, True, "weights"):
         raise UserError(f"trace={trace!r} is unknown; give False, True or 'weights'.")
+    if getattr(model, "cross", None) is not None:
+        raise UserError("the decoder of an encoder-decoder reads a source; use seq2seq.apply.")
     prefix = {} if prefix_B is None else {"prefix_B": prefix_B}
     return model.apply({"params": params}, tokens_BT, segments_BT, positions_BT, dropout_key, scale,
                        trace, **prefix)

@@ -41,7 +41,7 @@ def make_plan(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: in
     Raises:
       UserError: it would not.
     """
-    lengths = _check_prompts(model, prompts, new_tokens)
+    lengths = check_prompts(model, prompts, new_tokens)
     total = max(lengths) + new_tokens
     limit = max_length(model)
     for most, what in ((size, "a cache of {} places"),
@@ -135,7 +135,7 @@ def _looks_back(rule: Rule) -> bool:
     return band is not None and band[0] >= 0
 
 
-def _check_prompts(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: int
+def check_prompts(model: DecoderLM, prompts: Sequence[Sequence[int]], new_tokens: int
                    ) -> list[int]:
     """Lengths of the prompts; UserError if one is empty or holds something else than tokens."""
     check_whole("new_tokens", new_tokens, 0)

@@ -19,7 +19,7 @@ from tx_jax.config import EncoderConfig, ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.letters import shape_of, sizes
 from tx_jax.masks import Mask, parse_mask
-from tx_jax.positions import make_encoding
+from tx_jax.positions import Encoding, make_encoding
 
 # What an encoder takes from the decoder when they share weights.
 _SHARED = ("attention", "attention_norm", "attention_norm_out", "mlp", "mlp_norm", "mlp_norm_out")
@@ -88,13 +88,22 @@ class Memory:
         """What the attention over the source shares between layers; see `blocks.Block`."""
         S = (self.held[0][0] if self.x_BSD is None else self.x_BSD).shape[1]
         k_positions = jnp.arange(S, dtype=jnp.int32)[None]
-        if self.segments_BS is not None:
-            k_positions = layers.positions_of(self.segments_BS)
+        # One length for both sides, in schemes whose formula follows it: that of the source.
+        length_B = jnp.full(positions_BT.shape[:1], S, jnp.int32)
+        if segments_BT is not None and self.mask != "full":
+            raise UserError(f"--encoder.cross_mask={self.mask} counts from the start of a row, "
+                            "where several pairs lie in one; use full, or a pair a row.")
+        segments_BS = self.segments_BS
+        if segments_BS is not None:
+            k_positions = layers.positions_of(segments_BS)
+            length_B = jnp.sum(segments_BS != 0, axis=1, dtype=jnp.int32)
             if segments_BT is None:
                 segments_BT = jnp.ones_like(positions_BT)
-        mask = Mask(parse_mask(self.mask), segments_BT, self.segments_BS)
+        elif segments_BT is not None:
+            segments_BS = jnp.ones((positions_BT.shape[0], S), jnp.int32)
+        mask = Mask(parse_mask(self.mask), segments_BT, segments_BS)
         return {"mask": mask, "scale": None, "positions": positions_BT, "k_positions": k_positions,
-                "length": None, "start": positions_BT[:, 0], "encoding": self.params,
+                "length": length_B, "start": positions_BT[:, 0], "encoding": self.params,
                 "memory": self.x_BSD}
 
 
@@ -115,17 +124,29 @@ def build(cfg: ModelConfig, options: EncoderConfig, vocab: int, context: int) ->
                         "leave --encoder.layers out.")
     own = dataclasses.replace(cfg, layers=options.layers or cfg.layers, mask=options.mask,
                               positions=options.positions or _both_ways(cfg.positions))
-    model = EncoderDecoder(models.DecoderLM(cfg, vocab, context, make_encoding(
-        options.cross_positions)), Encoder(own, vocab, context), options)
-    jax.eval_shape(lambda: init(model, jax.random.key(0)))
+    cross = make_encoding(options.cross_positions)
+    if type(cross).embed is not Encoding.embed:
+        raise UserError(f"--encoder.cross_positions={options.cross_positions} adds positions to "
+                        "embeddings, of which an attention over the source has none of its own; "
+                        "use none, rope, alibi or another scheme of queries, keys or logits.")
+    sides = [make_encoding(name) for name in (cfg.positions, own.positions)]
+    if options.weights == "shared" and any(e.per_layer for e in sides) and sides[0] != sides[1]:
+        raise UserError(f"--encoder.weights=shared needs the same positions on both sides where "
+                        f"layers hold their own, not {cfg.positions} and {own.positions}; leave "
+                        "--encoder.positions out.")
+    model = EncoderDecoder(models.DecoderLM(cfg, vocab, context, cross),
+                           Encoder(own, vocab, context), options)
+    tokens_11 = jnp.zeros((1, 1), jnp.int32)
+    jax.eval_shape(lambda t: apply(model, init(model, jax.random.key(0)), t, t), tokens_11)
     return model
 
 
 def _both_ways(positions: str) -> str:
     """The scheme for an encoder, whose keys may stand behind the query: T5's buckets differ."""
-    if not positions.startswith("t5") or "bidirectional" in positions:
+    name, _, inside = positions.partition("(")
+    if name.strip() != "t5" or "bidirectional" in inside:
         return positions
-    inside = positions.removeprefix("t5").strip("()")
+    inside = inside.strip().removesuffix(")")
     return f"t5({inside}{', ' if inside else ''}bidirectional=True)"
 
 
@@ -176,6 +197,7 @@ def apply(model: EncoderDecoder, params: dict[str, Any], source_BS: jax.Array,
       source_BS, target_BT: int32 tokens; a target begins with the token that opens every target.
       source_segments_BS: int32 document numbers from 1, 0 = padding.
       target_segments_BT: the same; a target reads the source of its number. By default all are 1.
+        Only under the cross mask "full".
       dropout_key: PRNG key; None turns dropout off.
       scale: overrides `cfg.scale` in the decoder's own attention.
     """
@@ -200,3 +222,10 @@ def read(model: EncoderDecoder, params: dict[str, Any], source_BS: jax.Array,
     held = jax.vmap(keys_and_values, (0, None))(params["blocks"]["cross"], memory.x_BSD)
     return dataclasses.replace(memory, x_BSD=None, held=tuple(
         tuple(x[i] for x in held) for i in range(model.cfg.layers)))
+
+
+def repeat(memory: Memory, times: int) -> Memory:
+    """A memory whose every row stands `times` times, one after another."""
+    held, segments_BS = jax.tree.map(lambda x: jnp.repeat(x, times, axis=0),
+                                     (memory.held, memory.segments_BS))
+    return dataclasses.replace(memory, held=held, segments_BS=segments_BS)

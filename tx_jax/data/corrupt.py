@@ -52,9 +52,12 @@ def corrupt_spans(rng: np.random.Generator, tokens: np.ndarray, sentinel: int, r
     """
     _check_rate(rate)
     n = len(tokens)
-    if n < 2 or mean < 1:
+    if n < 2 or not 1 <= mean < np.inf:
         raise UserError(f"spans of {mean:g} tokens in a text of {n} cannot be hidden; give at "
                         "least 2 tokens and a mean of at least 1.")
+    if tokens.max() >= sentinel:
+        raise UserError(f"token {tokens.max()} would be read as a sentinel, which start at "
+                        f"{sentinel}; choose a first sentinel above all tokens.")
     hidden = min(max(1, round(n * rate)), n - 1)
     spans = min(max(1, round(hidden / mean)), n - hidden, hidden)
     seen_lengths, span_lengths = (_parts(rng, total, spans) for total in (n - hidden, hidden))

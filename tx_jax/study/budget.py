@@ -24,9 +24,11 @@ class Budget:
     """What a model costs on pairs of a source and a target.
 
     Attributes:
-      parameters: all of them; layers: those without the vocabulary in their shape.
-      forward: operations of one pair, two for a product and its sum, counted from the program.
-      training: the same for the loss and its gradient.
+      parameters: all of them; layers: those without the vocabulary in their shape, learned tables
+        of positions among them.
+      forward: operations of one pair up to the logits, two for a product and its sum, counted from
+        the program.
+      training: the same with the gradient; the loss and the optimizer come on top.
     """
 
     parameters: int
