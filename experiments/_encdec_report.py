@@ -15,8 +15,8 @@ from tx_jax.study.verdicts import Claim, judge_all
 
 Row = dict[str, Any]
 _T5 = "Raffel et al. 2020, table 2"
-# (better, worse, what is claimed). T5 compared a pair of 2 P parameters with decoders of P that take
-# as many operations, and a shared pair of P with them; no decoder of 2 P. The task that nobody
+# (better, worse, what is claimed). T5 compared a pair of 2 P parameters with decoders of P that
+# take as many operations, and a shared pair of P with them; no decoder of 2 P. The task that nobody
 # solves at once shows the order in time, the others in the early loss.
 ORDER = (("encdec", "prefix_flops", f"encoder-decoder before prefix ({_T5})"),
          ("encdec", "causal_flops", f"encoder-decoder before causal ({_T5})"),
@@ -120,8 +120,8 @@ def _claims(rows: Sequence[Row], settings: Settings) -> list[Claim]:
                 c = st.paired(tables.values(by_arm[better], "early_loss"),
                               tables.values(by_arm[worse], "early_loss"))
                 measure = f"loss around step {settings.early}"
-            found.append(Claim(f"{task}, {text}: {measure} of {better} ({ratio}) against {worse}", c,
-                               "lower"))
+            found.append(Claim(
+                f"{task}, {text}: {measure} of {better} ({ratio}) against {worse}", c, "lower"))
     return found
 
 
