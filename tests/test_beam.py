@@ -160,7 +160,7 @@ def test_scores_are_those_of_one_pass(name, request):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"beam": lambda: Beam(V + 1)}, "--beams=7 is more than the 6 tokens"),
+    ({"beams": V + 1}, "--beams=7 is more than the 6 tokens"),
     ({"new_tokens": 0}, "new_tokens=0"), ({"stop": V}, "stop=6 lies outside"),
     ({"begin": None}, "give begin"), ({"prompts": []}, "there are no prompts"),
     ({"prompts": [[]]}, "prompt 1 is no list"), ({"prompts": [[1], [-1, 2]]}, "token -1, outside"),
@@ -169,10 +169,10 @@ def test_scores_are_those_of_one_pass(name, request):
 def test_a_mistake_is_one_sentence(translator, change, words):
     model, params = translator
     options = {"prompts": PROMPTS, "new_tokens": NEW, "stop": STOP, "begin": BEGIN,
-               "beam": Beam} | change
-    made = options.pop("beam")()
+               "beams": 4} | change
+    beams = options.pop("beams")
     with pytest.raises(UserError, match=words):
-        search(model, params, beam=made, **options)
+        search(model, params, beam=Beam(beams), **options)
 
 
 def test_logits_that_are_no_numbers_are_an_error(decoder):

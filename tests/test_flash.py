@@ -97,6 +97,26 @@ def test_key_lengths_and_rows_without_keys():
 
 
 @pytest.mark.slow
+def test_gradients_are_those_of_the_reference():
+    """Within twice the error that half precision makes in the reference, against its float32."""
+    inputs_ = inputs(40, 70, 64, jnp.bfloat16)
+
+    def pull(implementation, *inputs_):
+        def loss(q, k, v):
+            out = attend(q, k, v, mask=Causal(), implementation=implementation)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+        return jax.grad(loss, (0, 1, 2))(*inputs_)
+
+    with interpreter():
+        found = pull(INTERPRETED, *inputs_)
+    half = pull("reference", *inputs_)
+    full = pull("reference", *(x.astype(jnp.float32) for x in inputs_))
+    for a, b, c in zip(found, half, full, strict=True):
+        a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+        assert np.abs(a - c).max() <= 2 * np.abs(b - c).max()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("T, S, H, mask, options", [
     (300, 300, 64, Window(70), {}), (40, 300, 64, Window(70), {"N": 1}),
     (200, 200, 64, Mask(Causal(), SEGMENTS, SEGMENTS), {}),
