@@ -188,7 +188,7 @@ def row(arm, regime, seed, curve, lr=5e-3):
                         "alone": 0.9, "by_step": [curve / 2, curve], "by_items": by_items,
                         "steps": [100, 200]},
             "seconds": 1.0, "status": "ok", "kernel": "k", "strategy": "queue", "device": "cpu",
-            "versions": {"jax": "0"}, "code": "c", "command": f"run {arm}"}
+            "versions": {"jax": "0"}, "code": "c", "data": "d", "command": f"run {arm}"}
 
 
 FLAT, U = [0.95] * 9, [0.99, 0.95, 0.85, 0.7, 0.7, 0.7, 0.85, 0.95, 0.99]
