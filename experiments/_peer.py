@@ -40,13 +40,19 @@ def find_python(torch_python: str) -> str | None:
     return None
 
 
+# Named on the command line, a script would put its folder first on the path, where a study may have
+# the name of a package that the peer's libraries import (`tokenizers`).
+_RUN = ("import runpy, sys; sys.path[:] = filter(None, sys.path); sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')")
+
+
 class Peer:
     """A running script of this folder; `ready` is its first answer."""
 
     def __init__(self, python: str, script: str, options: dict[str, Any]) -> None:
         path = Path(__file__).with_name(script)
-        self.process = subprocess.Popen([python, str(path), json.dumps(options)], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen([python, "-c", _RUN, str(path), json.dumps(options)],
+                                        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.ready = self._read()
 
     def ask(self, line: Any) -> dict[str, Any]:

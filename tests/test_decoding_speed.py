@@ -1,11 +1,13 @@
 """The decoding benchmark: what is timed, what is refused, and what its table says."""
 
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
 
+from experiments import _peer
 from experiments import decoding_speed as ds
 from tx_jax import decode, models
 from tx_jax.errors import UserError
@@ -24,6 +26,21 @@ def test_without_a_peer_it_says_so(tmp_path, capsys):
     assert [case["batch"] for case in found["calls"]] == [1, 2]
     assert all(len(case["seconds"][0]) == 2 for case in found["calls"] + found["steps"])
     assert "This Python has no torch" in capsys.readouterr().out
+
+
+def test_a_peer_does_not_find_the_modules_beside_it(tmp_path, monkeypatch):
+    """A study named like a package must not be imported by the libraries of the peer."""
+    (tmp_path / "tokenizers.py").write_text("")
+    (tmp_path / "peer.py").write_text(
+        "import importlib.util, json, sys\n"
+        "found = importlib.util.find_spec('tokenizers')\n"
+        "print(json.dumps({'got': json.loads(sys.argv[1]), 'at': found and found.origin}))\n")
+    monkeypatch.setattr(_peer, "__file__", str(tmp_path / "_peer.py"))
+    monkeypatch.chdir(tmp_path)
+    peer = _peer.Peer(sys.executable, "peer.py", {"threads": 2})
+    peer.close()
+    assert peer.ready["got"] == {"threads": 2}
+    assert not (peer.ready["at"] or "").startswith(str(tmp_path))
 
 
 def test_the_peer_gets_every_weight_in_the_layout_of_a_linear_layer():
