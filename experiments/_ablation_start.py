@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments._ablation_settings import STUDY, Settings
 from tx_jax import models
-from tx_jax.blocks import Block
+from tx_jax.blocks import Block, context_of
 from tx_jax.config import ModelConfig
 from tx_jax.letters import sizes
 from tx_jax.masks import Mask
@@ -63,8 +63,7 @@ def ratio(x_BTD: jax.Array) -> jax.Array:
 def block_of(cfg: ModelConfig, tokens: int) -> tuple[Block, dict[str, Any]]:
     """A block, and what it is called with besides the stream: every token sees every token."""
     block = Block(cfg, nn.FrozenDict(sizes(cfg, 1, tokens)), make_encoding("none"), False)
-    return block, {"mask": Mask(), "scale": None, "length": None, "start": None, "encoding": {},
-                   "positions": jnp.arange(tokens, dtype=jnp.int32)[None], "cross": None}
+    return block, context_of(Mask(), jnp.arange(tokens, dtype=jnp.int32)[None], {})
 
 
 @partial(jax.jit, static_argnums=(0, 2))

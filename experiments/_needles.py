@@ -85,18 +85,16 @@ class Reader(models.DecoderLM):
             for name in ("key_VD", "value_VD", "query_VD"))
         head_DV = self.param("head_DV", nn.initializers.normal(cfg.d_model**-0.5),
                              (cfg.d_model, V), jnp.float32)
-        shared = {} if encoding.per_layer else blocks.tree_param(
-            self, "positions", lambda k: encoding.init(k, size))
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None],
-                                        tokens_BT.shape)
+        shared = blocks.shared_positions(self, encoding, size)
+        positions_BT = models.default_positions(tokens_BT, None)
         key_BT, value_BT = tokens_BT % V, tokens_BT // V - 1
         x_BTD = jnp.where((value_BT >= 0)[..., None], key_VD[key_BT] + value_VD[value_BT],
                           query_VD[key_BT])
         x_BTD = encoding.embed(shared, place("BTD", x_BTD.astype(cfg.dtype)), positions_BT)
-        context = {"mask": Mask(parse_mask(cfg.mask)), "scale": scale, "positions": positions_BT,
-                   "length": None, "start": None, "encoding": shared}
-        x_BTD, aux = blocks.stack(cfg, size, encoding, trace)(x_BTD, context, None, None)
-        x_BTD = blocks.Norm(cfg, name="final_norm")(x_BTD)
+        x_BTD, aux = blocks.run_stack(
+            cfg, size, encoding, x_BTD,
+            blocks.context_of(Mask(parse_mask(cfg.mask)), positions_BT, shared, scale=scale),
+            trace=trace)
         return jnp.einsum("BTD,DV->BTV", x_BTD, head_DV.astype(x_BTD.dtype)).astype(
             jnp.float32), aux
 

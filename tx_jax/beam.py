@@ -12,7 +12,7 @@ search; one beam is greedy search.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -85,12 +85,12 @@ def search(model: DecoderLM | EncoderDecoder, params: Any, prompts: Sequence[Seq
     if beam.beams > decoder.vocab:
         raise UserError(f"--beams={beam.beams} is more than the {decoder.vocab} tokens that can "
                         "follow; give fewer.")
-    check_prompts(decoder, prompts, new_tokens)
     greedy = Sampling(temperature=0)
     if decoder is model:
         size = make_plan(model, prompts, new_tokens, greedy, stop=stop).size
         found = _search(model, beam, new_tokens, size, stop, params, *padded(prompts))
     else:
+        check_prompts(decoder, prompts, new_tokens)
         if begin is None:
             raise UserError("an encoder-decoder needs the token that opens every target; give "
                             "begin.")
@@ -170,7 +170,7 @@ def run(step: Step, logits_BV: jax.Array, state: Any, beam: Beam, n: int, stop: 
     def advance(state):
         last_BR = jax.lax.dynamic_index_in_dim(state.tokens_BRT, state.t - 1, 2, keepdims=False)
         logits_RV, inner = step(last_BR.reshape(-1), state.model)
-        return _choose(_with(state, model=inner), logits_RV, beam, stop)
+        return _choose(replace(state, model=inner), logits_RV, beam, stop)
 
     state = jax.lax.while_loop(lambda s: (s.t < n) & ~jnp.all(_done(s, K)), advance, state)
     # What still goes on counts with the tokens it has, unless its row has all it needs.
@@ -179,11 +179,6 @@ def run(step: Step, logits_BV: jax.Array, state: Any, beam: Beam, n: int, stop: 
     rest_BR /= state.t.astype(jnp.float32) ** beam.length_penalty
     return _best(K, jnp.concatenate([state.done_score_BR, rest_BR], axis=1),
                  jnp.concatenate([state.done_BRT, state.tokens_BRT], axis=1))
-
-
-def _with(state: _State, **changes: Any) -> _State:
-    return _State(**{name: changes.get(name, getattr(state, name)) for name in
-                     _State.__dataclass_fields__})
 
 
 def _done(state: _State, K: int) -> jax.Array:

@@ -25,6 +25,7 @@ from tx_jax.attention.variants import make_variant
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.letters import ein, place
+from tx_jax.masks import Mask
 from tx_jax.positions import Encoding
 
 
@@ -241,6 +242,37 @@ def stack(cfg: ModelConfig, size: Any, encoding: Encoding, trace: bool | str = F
                       in_axes=(nn.broadcast, 0, 0), length=cfg.layers,
                       unroll=1 if cfg.scan else cfg.layers)
     return scanned(cfg, size, encoding, trace, cross, name="blocks")
+
+
+def context_of(mask: Mask, positions_BT: jax.Array, params: Any, **others: Any) -> dict[str, Any]:
+    """What all layers share, for `Block`: by default no scale of the caller, the positions' own
+    length, queries that end on the last key, and no memory.
+
+    Args:
+      params: of the position scheme, where layers share them.
+    """
+    return {"mask": mask, "positions": positions_BT, "encoding": params, "scale": None,
+            "length": None, "start": None, "cross": None} | others
+
+
+def shared_positions(module: nn.Module, encoding: Encoding, size: Any) -> Any:
+    """The parameters of a position scheme that layers share; {} where each has its own."""
+    return {} if encoding.per_layer else tree_param(
+        module, "positions", lambda key: encoding.init(key, size))
+
+
+def run_stack(cfg: ModelConfig, size: Any, encoding: Encoding, x_BTD: jax.Array,
+              context: dict[str, Any], dropout_key: jax.Array | None = None,
+              trace: bool | str = False, cross: Encoding | None = None) -> tuple[jax.Array, Any]:
+    """Embedded tokens through dropout, all layers and the last norm, inside a module's call:
+    (stream [B, T, D], what the layers traced)."""
+    embed_key, stack_key = split_keys(dropout_key if cfg.dropout else None, 2)
+    x_BTD = layers.dropout(x_BTD, cfg.dropout, embed_key)
+    x_BTD, aux = stack(cfg, size, encoding, trace, cross)(x_BTD, context,
+                                                          layer_keys(cfg, stack_key), None)
+    if cfg.norm_position != "post":
+        x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+    return x_BTD, aux
 
 
 def layer_keys(cfg: ModelConfig, key: jax.Array | None) -> jax.Array | None:

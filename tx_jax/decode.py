@@ -118,11 +118,9 @@ def extend(model: DecoderLM, params: Any, tokens_BT: jax.Array, cache: Cache,
                       jnp.asarray(jnp.nan, x_BTD.dtype))
     view = view_of(cache, parse_mask(cfg.mask), positions_BT, lengths_B,
                    encoding.bias_kind == "rows")
-    context = {"mask": view.mask, "scale": None, "positions": positions_BT, "view": view,
-               "length": view.length_B, "start": view.start,
-               "encoding": params.get("positions", {})}
-    if memory is not None:
-        context["cross"] = memory.context(positions_BT, None)
+    context = blocks.context_of(
+        view.mask, positions_BT, params.get("positions", {}), view=view, length=view.length_B,
+        start=view.start, cross=None if memory is None else memory.context(positions_BT, None))
     source = ((),) * cfg.layers if memory is None else memory.held
     block, held = blocks.Block(cfg, size, encoding, False, model.cross), []
     for weights, k, v, of_source in zip(params["blocks"], cache.k, cache.v, source, strict=True):
@@ -230,7 +228,7 @@ def stream(model: DecoderLM, params: Any, prompts: Sequence[Sequence[int]], new_
     """
     sampling = sampling or Sampling()
     check_whole("every", every, 0)
-    if getattr(model, "cross", model) is not None:
+    if not isinstance(model, DecoderLM) or model.cross is not None:
         raise UserError("generate and stream continue texts by a decoder alone; decode an "
                         "encoder-decoder with tx_jax.beam.search.")
     plan = make_plan(model, prompts, new_tokens, sampling, size=size, kind=kind, chunk=chunk,

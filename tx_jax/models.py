@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax import layers
-from tx_jax.blocks import Norm, layer_keys, split_keys, stack, tree_param
+from tx_jax.blocks import context_of, run_stack, shared_positions
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.letters import ein, place, shape_of, sizes
@@ -43,18 +43,13 @@ class DecoderLM(nn.Module):
             positions_BT = default_positions(tokens_BT, segments_BT)
         embed_VD = self.param("embed_VD", nn.initializers.normal(0.02), shape_of("embed_VD", size),
                               jnp.float32)
-        encoding_params = {} if encoding.per_layer else tree_param(
-            self, "positions", lambda k: encoding.init(k, size))
-        embed_key, stack_key = split_keys(dropout_key if cfg.dropout else None, 2)
-        x_BTD = embed(cfg, encoding, embed_VD, encoding_params, tokens_BT, positions_BT)
-        x_BTD = layers.dropout(x_BTD, cfg.dropout, embed_key)
-        context = {"mask": Mask(parse_mask(cfg.mask), segments_BT, segments_BT, prefix_B),
-                   "scale": scale, "positions": positions_BT, "length": None, "start": None,
-                   "encoding": encoding_params, "cross": cross}
-        x_BTD, aux = stack(cfg, size, encoding, trace, self.cross)(
-            x_BTD, context, layer_keys(cfg, stack_key), None)
-        if cfg.norm_position != "post":
-            x_BTD = Norm(cfg, name="final_norm")(x_BTD)
+        shared = shared_positions(self, encoding, size)
+        x_BTD = embed(cfg, encoding, embed_VD, shared, tokens_BT, positions_BT)
+        mask = Mask(parse_mask(cfg.mask), segments_BT, segments_BT, prefix_B)
+        x_BTD, aux = run_stack(
+            cfg, size, encoding, x_BTD,
+            context_of(mask, positions_BT, shared, scale=scale, cross=cross), dropout_key, trace,
+            self.cross)
         if cfg.embeddings == "tied":
             return ein("BTD,VD->BTV", x_BTD, embed_VD).astype(jnp.float32), aux
         head_DV = self.param("head_DV", layers.fan_in_init("head_DV", size))
@@ -128,7 +123,7 @@ def apply(model: DecoderLM, params: dict[str, Any], tokens_BT: jax.Array, *,
     """
     if trace not in (False, True, "weights"):
         raise UserError(f"trace={trace!r} is unknown; give False, True or 'weights'.")
-    if getattr(model, "cross", None) is not None:
+    if model.cross is not None:
         raise UserError("the decoder of an encoder-decoder reads a source; use seq2seq.apply.")
     prefix = {} if prefix_B is None else {"prefix_B": prefix_B}
     return model.apply({"params": params}, tokens_BT, segments_BT, positions_BT, dropout_key, scale,

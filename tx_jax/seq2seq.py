@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from tx_jax import layers, models
-from tx_jax.blocks import Norm, keys_and_values, layer_keys, split_keys, stack, tree_param
+from tx_jax.blocks import (
+    context_of,
+    keys_and_values,
+    run_stack,
+    shared_positions,
+    split_keys,
+)
 from tx_jax.config import EncoderConfig, ModelConfig
 from tx_jax.errors import UserError
 from tx_jax.letters import shape_of, sizes
@@ -40,16 +46,12 @@ class Encoder(nn.Module):
         if embed_VD is None:
             embed_VD = self.param("embed_VD", nn.initializers.normal(0.02),
                                   shape_of("embed_VD", size), jnp.float32)
-        params = {} if encoding.per_layer else tree_param(
-            self, "positions", lambda key: encoding.init(key, size))
+        shared = shared_positions(self, encoding, size)
         positions_BS = models.default_positions(tokens_BS, segments_BS)
-        embed_key, stack_key = split_keys(dropout_key if cfg.dropout else None, 2)
-        x_BSD = models.embed(cfg, encoding, embed_VD, params, tokens_BS, positions_BS)
-        context = {"mask": Mask(parse_mask(cfg.mask), segments_BS, segments_BS), "scale": None,
-                   "positions": positions_BS, "length": None, "start": None, "encoding": params}
-        x_BSD, _ = stack(cfg, size, encoding)(layers.dropout(x_BSD, cfg.dropout, embed_key),
-                                              context, layer_keys(cfg, stack_key), None)
-        return x_BSD if cfg.norm_position == "post" else Norm(cfg, name="final_norm")(x_BSD)
+        x_BSD = models.embed(cfg, encoding, embed_VD, shared, tokens_BS, positions_BS)
+        mask = Mask(parse_mask(cfg.mask), segments_BS, segments_BS)
+        return run_stack(cfg, size, encoding, x_BSD, context_of(mask, positions_BS, shared),
+                         dropout_key)[0]
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,8 @@ class Memory:
         elif segments_BT is not None:
             segments_BS = jnp.ones((positions_BT.shape[0], S), jnp.int32)
         mask = Mask(parse_mask(self.mask), segments_BT, segments_BS)
-        return {"mask": mask, "scale": None, "positions": positions_BT, "k_positions": k_positions,
-                "length": length_B, "start": positions_BT[:, 0], "encoding": self.params,
-                "memory": self.x_BSD}
+        return context_of(mask, positions_BT, self.params, k_positions=k_positions,
+                          length=length_B, start=positions_BT[:, 0], memory=self.x_BSD)
 
 
 def build(cfg: ModelConfig, options: EncoderConfig, vocab: int, context: int) -> EncoderDecoder:
