@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from experiments._ablation_arms import ARMS, FAMILIES, Arm
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, check_names, option
 from tx_jax.errors import UserError
+from tx_jax.study.side_by_side import strategy_option
 
 STUDY = "block_ablation"
 PARTS = ("rank", "gradient", "training")
@@ -54,9 +55,7 @@ class Settings:
     d_model: int = option(64, "width", low=1)
     heads: int = option(4, "heads, but for the arms of heads", low=1)
     attention: str = option("auto", "attention implementation, by name or module:function")
-    strategy: str = option("queue", "how runs of one arm go side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
-                           run_only=True)
+    strategy: str = strategy_option("queue", "how runs of one arm go side by side")
     start: Start = field(default_factory=Start)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,8 @@ from tx_jax.data import Prepared, prepare, window_starts
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import Program, Result, run_replicas
+from tx_jax.study.replicas import Program, Result
+from tx_jax.study.side_by_side import replicas_of, run_group
 
 HALVES = ("tuning", "loss")  # what is scored on either half of the held-out text
 _SIZES = ("lrs", "text", "few", "context", "batch", "scored", "layers", "deep", "d_model", "heads",
@@ -82,13 +83,10 @@ class Bench:
 
     def train(self, runs: Sequence[tuple[int, float]]) -> Result:
         """Train one model per (seed, learning rate); equal seeds share keys and batches."""
-        replicas = {"key": jnp.stack([jax.random.key(seed) for seed, _ in runs]),
-                    "lr": jnp.asarray([lr for _, lr in runs], jnp.float32),
-                    "stream": jnp.asarray([seed for seed, _ in runs], jnp.int32)}
+        replicas = replicas_of(runs, [seed for seed, _ in runs])
         shared = {"tokens": jnp.asarray(self.tokens()), "starts": jnp.asarray(self.starts())}
-        strategy = (self.context.recorded or {}).get("strategy") or self.settings.strategy
-        return run_replicas(self.program, replicas, shared, CHUNKS, strategy=strategy,
-                            cache=self.context.cache)
+        return run_group(self.context, self.arm, self.settings.strategy, self.program, replicas,
+                         shared, CHUNKS)
 
     def score(self, params: Any) -> dict[str, float]:
         """Plain cross-entropy on each half of the held-out text."""

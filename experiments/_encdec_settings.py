@@ -8,6 +8,7 @@ from tx_jax import forms
 from tx_jax.config import EncoderConfig, ModelConfig, OptimConfig, check, check_names, option
 from tx_jax.errors import UserError
 from tx_jax.study.budget import Budget, match, measure
+from tx_jax.study.side_by_side import strategy_option
 
 STUDY = "enc_dec_vs_decoder"
 CHUNK = 50  # steps between two looks at freshly drawn rows
@@ -56,9 +57,7 @@ class Settings:
                         f"{CHUNK}", low=CHUNK, multiple_of=CHUNK)
     batch: int = option(32, "rows per step", low=1)
     attention: str = option("auto", "attention implementation, by name or module:function")
-    strategy: str = option("auto", "how seeds run side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
-                           run_only=True)
+    strategy: str = strategy_option()
 
     def __post_init__(self) -> None:
         check(self, "")

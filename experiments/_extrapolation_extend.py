@@ -27,6 +27,7 @@ from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context
 from tx_jax.study.ledger import Measured
 from tx_jax.study.replicas import Result
+from tx_jax.study.side_by_side import replicas_of, run_group
 
 PART = "extension"
 _RAMPED = ("by_parts", "yarn")
@@ -140,9 +141,8 @@ def _tune(settings: Settings, task: Task, own: list[Cell], params: Any, plan: sc
     shared = {"tokens": jnp.asarray(prepared.train.tokens()), "starts": jnp.asarray(starts),
               "held_out": jnp.asarray(prepared.validation.tokens()),
               "slides": jax.tree.map(jnp.asarray, arrays[width])}
-    replicas = {"params": params, "key": jnp.stack([jax.random.key(seed) for seed in seeds]),
-                "lr": jnp.full(len(seeds), extend.lr, jnp.float32),
-                "stream": jnp.arange(len(seeds), dtype=jnp.int32)}
+    replicas = {"params": params} | replicas_of([(seed, extend.lr) for seed in seeds],
+                                                range(len(seeds)))
 
     def held_out(model, params, shared):
         sums = jax.lax.map(lambda one: scores.loss_sums(model, params, shared["held_out"], one,
@@ -150,6 +150,6 @@ def _tune(settings: Settings, task: Task, own: list[Cell], params: Any, plan: sc
         return jnp.mean(jnp.sum(sums, axis=0)[-settings.stride:]) / len(slides)
 
     chunks = extend.steps // extend.every
-    return schemes.side_by_side(settings, "tuning", fine_tuning(task, extend.every, held_out),
-                                replicas, shared, chunks, context,
-                                lambda done: context.advance(0.2 * done / chunks))
+    return run_group(context, schemes.PART, settings.strategy,
+                     fine_tuning(task, extend.every, held_out), replicas, shared, chunks,
+                     progress=lambda done: context.advance(0.2 * done / chunks))

@@ -20,7 +20,8 @@ from tx_jax.positions import make_encoding
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import Result, run_replicas
+from tx_jax.study.replicas import Result
+from tx_jax.study.side_by_side import replicas_of, run_group
 
 PART = "schemes"
 CHUNKS = 10  # records of a training run
@@ -87,28 +88,12 @@ def train(settings: Settings, task: Task, runs: Sequence[tuple[int, float]], pre
           context: Context, progress: Callable[[float], None]) -> Result:
     """Train one model per (seed, learning rate); equal seeds share keys and batches."""
     seeds = sorted({seed for seed, _ in runs})
-    replicas = {"key": jnp.stack([jax.random.key(seed) for seed, _ in runs]),
-                "lr": jnp.asarray([lr for _, lr in runs], jnp.float32),
-                "stream": jnp.asarray([seeds.index(seed) for seed, _ in runs], jnp.int32)}
+    replicas = replicas_of(runs, [seeds.index(seed) for seed, _ in runs])
     starts = [window_starts(prepared, task.context, settings.batch, task.steps, seed)
               for seed in seeds]
     shared = {"tokens": jnp.asarray(prepared.train.tokens()), "starts": jnp.asarray(starts)}
-    return side_by_side(settings, "training", training(task, task.steps // CHUNKS), replicas,
-                        shared, CHUNKS, context, lambda done: progress(done / CHUNKS))
-
-
-def side_by_side(settings: Settings, name: str, program: Any, replicas: Any, shared: Any,
-                 chunks: int, context: Context, progress: Callable[[int], None]) -> Result:
-    """Run replicas; the strategy is timed once, by the first training of a study."""
-    strategy = settings.strategy
-    if strategy == "auto":
-        strategy = (context.recorded.get("strategy") if context.recorded
-                    else context.strategies.get(PART)) or "auto"
-    result = run_replicas(program, replicas, shared, chunks, strategy=strategy,
-                          cache=context.cache, progress=progress)
-    if name == "training":
-        context.strategies[PART] = result.strategy
-    return result
+    return run_group(context, PART, settings.strategy, training(task, task.steps // CHUNKS),
+                     replicas, shared, CHUNKS, progress=lambda done: progress(done / CHUNKS))
 
 
 def keep(context: Context, arm: str, runs: Sequence[tuple[int, float]], trained: Result) -> None:
@@ -132,8 +117,8 @@ def score(settings: Settings, task: Task, params: Any, plans: Mapping[str, score
     arrays, labels = scores.batches(plans)
     shared = {"tokens": jnp.asarray(prepared.validation.tokens()),
               "batches": jax.tree.map(jnp.asarray, arrays)}
-    result = side_by_side(settings, "scoring", scores.scoring(task), {"params": params}, shared, 1,
-                          context, lambda done: context.advance(0.2 * done))
+    result = run_group(context, PART, settings.strategy, scores.scoring(task), {"params": params},
+                       shared, 1, progress=lambda done: context.advance(0.2 * done))
     return result, [scores.by_place(jax.tree.map(lambda x, r=r: x[r, 0], result.records), labels,
                                     plans) for r in range(len(result.lengths))]
 

@@ -9,6 +9,7 @@ from experiments._probes_settings import Probes
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, check_names, option
 from tx_jax.errors import UserError
 from tx_jax.positions import make_encoding
+from tx_jax.study.side_by_side import strategy_option
 
 STUDY = "length_extrapolation"
 PARTS = ("schemes", "extension", "probes")
@@ -78,9 +79,7 @@ class Settings:
                          "common multiple of all lengths", low=1)
     slides: int = option(64, "windows scored in the protocol of sliding windows", low=1)
     attention: str = option("auto", "attention implementation, by name or module:function")
-    strategy: str = option("auto", "how seeds run side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
-                           run_only=True)
+    strategy: str = strategy_option()
     extend: Extend = field(default_factory=Extend)
     probes: Probes = field(default_factory=Probes)
 

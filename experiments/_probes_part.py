@@ -17,7 +17,7 @@ from tx_jax.config import OptimConfig
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import run_replicas
+from tx_jax.study.side_by_side import replicas_of, run_group
 
 PART = "probes"
 OPTIM = OptimConfig(weight_decay=0.05, warmup=0.06)  # Kazemnejad et al. 2023
@@ -44,17 +44,13 @@ def group(cell: Cell) -> tuple[Any, ...]:
 def run(settings: Settings, members: list[Cell], context: Context
         ) -> Iterator[tuple[Cell, Measured]]:
     """Train the cells of one scheme side by side and test each at every length."""
-    probes, strategy = settings.probes, settings.strategy
+    probes = settings.probes
     task = _probe_training.Task(probes.model(members[0].arm, settings.attention), OPTIM,
                                 probes.symbols, probes.context, probes.steps)
     replicas, shared = _inputs(probes, members)
-    if strategy == "auto":
-        strategy = (context.recorded.get("strategy") if context.recorded else
-                    context.strategies.get(PART)) or "auto"
-    result = run_replicas(_probe_training.program(task, probes.steps // CHUNKS), replicas, shared,
-                          CHUNKS, strategy=strategy, cache=context.cache,
-                          progress=lambda done: context.advance(done / CHUNKS))
-    context.strategies[PART] = result.strategy
+    result = run_group(context, PART, settings.strategy,
+                       _probe_training.program(task, probes.steps // CHUNKS), replicas, shared,
+                       CHUNKS, progress=lambda done: context.advance(done / CHUNKS))
     length = row_size(members[0].axis["task"], probes.train_length) - 1
     kernel = kernel_of(settings, task.model, probes.batch, length)
     for r, cell in enumerate(members):
@@ -77,10 +73,8 @@ def _inputs(probes: Probes, members: list[Cell]) -> tuple[dict[str, Any], dict[s
     drawn = [_probe_training.training_rows(task, probes.symbols, size, probes.train_length,
                                            probes.steps, probes.batch, seed)
              for task, seed in streams]
-    replicas = {"key": jnp.stack([jax.random.key(cell.seed) for cell in members]),
-                "lr": jnp.asarray([cell.axis["lr"] for cell in members], jnp.float32),
-                "stream": jnp.asarray([streams.index((cell.axis["task"], cell.seed))
-                                       for cell in members], jnp.int32)}
+    replicas = replicas_of([(cell.seed, cell.axis["lr"]) for cell in members],
+                           [streams.index((cell.axis["task"], cell.seed)) for cell in members])
     return replicas, jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *drawn)
 
 

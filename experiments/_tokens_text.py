@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -76,34 +77,36 @@ def cut(name: str, spec: str, share: float, scored: int) -> Cut:
         raise UserError(f"--scored={scored} is more than half of the {len(held)} held-out "
                         "characters; make it smaller or give more text.")
     tokenizer = make_tokenizer(spec, [train])
-    price = _spelling(tokenizer, train)
+    tokens = tokenizer.encode(train)
+    price = _spelling(_unknown(tokenizer, train, tokens).values())
     stretches = (_scored(tokenizer, price, held[at:at + scored]) for at in (0, half))
-    return Cut(tokenizer, tokenizer.encode(train), len(train.encode()), *stretches)
+    return Cut(tokenizer, tokens, len(train.encode()), *stretches)
+
+
+def _unknown(tokenizer: Tokenizer, text: str, tokens: np.ndarray) -> dict[int, str]:
+    """The pieces of a text that are unknown, by the place of their token."""
+    if tokenizer.unk_id is None:
+        return {}
+    raw, lengths = text.encode(), tokenizer.byte_lengths(text)
+    ends = np.cumsum(lengths)
+    return {int(i): raw[ends[i] - lengths[i]:ends[i]].decode()
+            for i in np.flatnonzero(tokens == tokenizer.unk_id)}
 
 
 def _scored(tokenizer: Tokenizer, price: dict[str, float], text: str) -> Scored:
-    tokens, lengths = tokenizer.encode(text), tokenizer.byte_lengths(text)
+    tokens = tokenizer.encode(text)
     spelling = np.zeros(len(tokens))
-    if tokenizer.unk_id is not None:
-        raw, ends = text.encode(), np.cumsum(lengths)
-        for i in np.flatnonzero(tokens == tokenizer.unk_id):
-            piece = raw[ends[i] - lengths[i]:ends[i]].decode()
-            spelling[i] = sum(price.get(c, price[""]) for c in piece) + price["end"]
-    return Scored(tokens, lengths, spelling, len(text))
+    for i, piece in _unknown(tokenizer, text, tokens).items():
+        spelling[i] = sum(price.get(c, price[""]) for c in piece) + price["end"]
+    return Scored(tokens, tokenizer.byte_lengths(text), spelling, len(text))
 
 
-def _spelling(tokenizer: Tokenizer, text: str) -> dict[str, float]:
-    """Nats of each character of an unknown piece: frequencies among the training text's own.
+def _spelling(pieces: Collection[str]) -> dict[str, float]:
+    """Nats of each character of an unknown piece: frequencies among those of the training text.
 
     "end" closes a piece and "" stands for characters never seen there; one is added to each count.
     """
-    if tokenizer.unk_id is None:
-        return {}
-    tokens, lengths, raw = tokenizer.encode(text), tokenizer.byte_lengths(text), text.encode()
-    ends, count = np.cumsum(lengths), collections.Counter()
-    unknown = np.flatnonzero(tokens == tokenizer.unk_id)
-    for i in unknown:
-        count.update(raw[ends[i] - lengths[i]:ends[i]].decode())
-    count["end"], count[""] = len(unknown), 0
+    count = collections.Counter("".join(pieces))
+    count["end"], count[""] = len(pieces), 0
     total = sum(count.values()) + len(count)
     return {c: -math.log((n + 1) / total) for c, n in count.items()}

@@ -20,7 +20,6 @@ best number of heads, or which of Pre-LN and Post-LN ends lower.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from experiments._ablation_arms import ARMS
 from experiments._ablation_report import make_report
 from experiments._ablation_settings import STUDY as NAME
 from experiments._ablation_settings import Settings
-from tx_jax.data import load_text
+from tx_jax.data import text_hash
 from tx_jax.study.cells import Cell, data_hash
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
@@ -56,14 +55,9 @@ def run(settings: Settings, members: list[Cell], context: Context
     yield from runner.run(settings, members, context)
 
 
-@lru_cache(maxsize=1)
-def _text_hash(text: str) -> str:
-    return load_text(text).sha256
-
-
 def data(settings: Settings) -> str:
     """Hash of the text."""
-    return data_hash(_text_hash(settings.text) if "training" in settings.parts else "")
+    return data_hash(text_hash(settings.text) if "training" in settings.parts else "")
 
 
 SMOKE = {"seeds": 2, "arms": ("base", "attention_only", "smoothing"), "lrs": (1e-2,), "steps": 20,

@@ -32,7 +32,7 @@ from tx_jax.attention import source_hash
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import run_replicas
+from tx_jax.study.side_by_side import run_group
 
 SOLVED = 0.9  # share of exact rows
 DONE = 0.99  # a run ends here, once --early is past
@@ -62,21 +62,18 @@ def run(settings: Settings, members: list[Cell], context: Context
     task = _seq_training.Task(name, settings.model(settings.layers_of(arm)), ARMS[arm].encoder,
                               ARMS[arm].prefix, settings.optim, settings.length, settings.symbols,
                               settings.batch, settings.steps)
-    strategy = settings.strategy
-    if strategy == "auto":
-        strategy = (context.recorded or context.strategies).get("strategy") or "auto"
-    result = run_replicas(
-        _seq_training.program(task, CHUNK), _replicas(members), {}, settings.steps // CHUNK,
-        strategy=strategy, cache=context.cache,
+    result = run_group(
+        context, NAME, settings.strategy, _seq_training.program(task, CHUNK), _replicas(members),
+        {}, settings.steps // CHUNK,
         stop=lambda record: record["exact"] >= DONE and record["step"] >= settings.early,
         progress=lambda done: context.advance(done * CHUNK / settings.steps))
-    context.strategies["strategy"] = result.strategy
+    kernel = _kernel(settings, task)
     for r, cell in enumerate(members):
         metrics = _metrics(settings, jax.tree.map(lambda x, r=r: x[r], result.records),
                            int(result.lengths[r]))
         good = np.isfinite(metrics["last_loss"])
         yield cell, Measured(metrics, result.share(r), result.compile_seconds,
-                             float(result.flops * int(result.lengths[r])), _kernel(settings, task),
+                             float(result.flops * int(result.lengths[r])), kernel,
                              result.strategy, "ok" if good else "diverged")
 
 

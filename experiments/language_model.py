@@ -15,7 +15,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from tx_jax.config import (
     option,
     resolved,
 )
-from tx_jax.data import load_text, prepare, train_iterator
+from tx_jax.data import prepare, text_hash, train_iterator
 from tx_jax.errors import UserError
 from tx_jax.fit import RunConfig, fit, make_step, state_shardings
 from tx_jax.masks import Causal, parse_mask
@@ -160,14 +159,9 @@ def _kernel(settings: Settings) -> str:
                        softcap=model.softcap or None)
 
 
-@lru_cache(maxsize=1)
-def _text_hash(text: str, name: str) -> str:
-    return load_text(text, name).sha256
-
-
 def data(settings: Settings) -> str:
     """Hash of the text."""
-    return data_hash(_text_hash(settings.data.text, settings.data.field))
+    return data_hash(text_hash(settings.data.text, settings.data.field))
 
 
 def report(settings: Settings, rows: list[dict[str, Any]]) -> Report:

@@ -17,7 +17,6 @@ models of 0.1 M parameters: PI ahead of plain fine-tuning, nor YaRN's temperatur
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from experiments._extrapolation_models import ARMS, METHODS
 from experiments._extrapolation_report import make_report
 from experiments._extrapolation_settings import STUDY as NAME
 from experiments._extrapolation_settings import Settings
-from tx_jax.data import load_text
+from tx_jax.data import text_hash
 from tx_jax.study.cells import Cell, data_hash
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
@@ -56,14 +55,9 @@ def run(settings: Settings, members: list[Cell], context: Context
     yield from RUNNERS[members[0].part].run(settings, members, context)
 
 
-@lru_cache(maxsize=1)
-def _text_hash(text: str) -> str:
-    return load_text(text).sha256
-
-
 def data(settings: Settings) -> str:
     """Hash of the text."""
-    return data_hash(_text_hash(settings.text))
+    return data_hash(text_hash(settings.text))
 
 
 SMOKE = {"seeds": 2, "arms": ("rope", "alibi"), "steps": 20, "factors": (1.0, 4.0), "context": 32,

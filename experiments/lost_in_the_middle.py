@@ -36,7 +36,7 @@ from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, canonical
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import run_replicas
+from tx_jax.study.side_by_side import run_group, strategy_option
 
 # Arms that are no position scheme: scheme, layout, mask.
 VARIANTS = {
@@ -75,9 +75,7 @@ class Settings:
     heads: int = option(2, "heads", low=1)
     d_ff: int = option(64, "hidden width of the MLP", low=1)
     attention: str = option("auto", "attention implementation, by name or module:function")
-    strategy: str = option("auto", "how replicas run side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
-                           run_only=True)
+    strategy: str = strategy_option(help="how replicas run side by side")
 
     def __post_init__(self) -> None:
         check(self, "")
@@ -157,20 +155,15 @@ def run(settings: Settings, members: list[Cell], context: Context
                 "lr": jnp.asarray([cell.axis["lr"] for cell in members], jnp.float32),
                 "weights": jnp.stack([jnp.asarray(_needles.depth_weights(cell.axis["regime"], n))
                                       for cell in members])}
-    strategy = settings.strategy
-    if strategy == "auto":
-        recorded = context.recorded and context.recorded.get("strategy")
-        strategy = recorded or context.strategies.get("needles", "auto")
-    trained = run_replicas(
+    trained = run_group(
+        context, "needles", settings.strategy,
         _needles.program(here, settings.every, settings.depths, settings.prompts), replicas, {},
-        chunks, strategy=strategy, cache=context.cache,
-        progress=lambda done: context.advance(0.9 * done / chunks))
-    context.strategies["needles"] = trained.strategy
-    elsewhere = run_replicas(
+        chunks, progress=lambda done: context.advance(0.9 * done / chunks))
+    elsewhere = run_group(
         # Longer prompts take longer: at lengths not trained on, five depths have to do.
+        context, "needles", trained.strategy,
         _needles.evaluation(here, others(settings, n), 5, settings.prompts),
         {"key": replicas["key"], "params": trained.carries.params}, {}, 1,
-        strategy=trained.strategy, cache=context.cache,
         progress=lambda done: context.advance(0.1 * done))
     q = shape(settings.batch, n + 1, settings.heads, here.model.head_width)
     kernel = kernel_name(settings.attention, q, q, q, mask=here.build(n).cfg.mask)

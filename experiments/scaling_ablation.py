@@ -17,7 +17,6 @@ learning rate and d_k <= 64 hardly anything shows: the reason to sweep both.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,12 @@ from experiments._kernel import kernel_name, shape
 from experiments._scaling_report import make_report
 from tx_jax.attention import make_score, source_hash
 from tx_jax.config import DataConfig, ModelConfig, OptimConfig, check, check_names, option
-from tx_jax.data import load_text, prepare, window_starts
+from tx_jax.data import prepare, text_hash, window_starts
 from tx_jax.errors import UserError
 from tx_jax.study.cells import Cell, canonical, data_hash
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import run_replicas
+from tx_jax.study.side_by_side import replicas_of, run_group, strategy_option
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,7 @@ class Settings:
     parts: tuple[str, ...] = option(PARTS, f"parts to run: {', '.join(PARTS)}")
     arms: tuple[str, ...] = option(tuple(ARMS), f"arms: {', '.join(ARMS)}")
     attention: str = option("auto", "attention implementation, by name or module:function")
-    strategy: str = option("auto", "how seeds run side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
-                           run_only=True)
+    strategy: str = strategy_option()
     initial: Initial = field(default_factory=Initial)
     retrieval: Retrieval = field(default_factory=Retrieval)
     lm: CharLM = field(default_factory=CharLM)
@@ -200,11 +197,10 @@ def _replicas(members: list[Cell]) -> tuple[dict[str, Any], list[int]]:
         return jnp.asarray(list(values), jnp.float32)
 
     arms = [(ARMS[cell.arm], cell.axis["d_k"]) for cell in members]
-    return {"key": jnp.stack([jax.random.key(cell.seed) for cell in members]),
-            "lr": column(cell.axis["lr"] for cell in members),
-            "scale": column(arm.scale(d_k) for arm, d_k in arms),
-            "q_gain": column(arm.q_gain(d_k) for arm, d_k in arms),
-            "stream": jnp.asarray([seeds.index(cell.seed) for cell in members], jnp.int32)}, seeds
+    return replicas_of([(cell.seed, cell.axis["lr"]) for cell in members],
+                       [seeds.index(cell.seed) for cell in members]) | {
+        "scale": column(arm.scale(d_k) for arm, d_k in arms),
+        "q_gain": column(arm.q_gain(d_k) for arm, d_k in arms)}, seeds
 
 
 def _train(settings, members, context, program, replicas, shared, chunks, stop=None):
@@ -212,16 +208,8 @@ def _train(settings, members, context, program, replicas, shared, chunks, stop=N
     part, d_k = members[0].part, members[0].axis["d_k"]
     # The language model compiles for longer than a wrong choice between widths would cost.
     key = part if part == "char_lm" else (part, d_k)
-    strategy = settings.strategy
-    if strategy == "auto" and context.recorded:
-        strategy = context.recorded.get("strategy") or "auto"
-    elif strategy == "auto":
-        strategy = context.strategies.get(key, "auto")
-    result = run_replicas(program, replicas, shared, chunks, strategy=strategy,
-                          cache=context.cache, stop=stop,
-                          progress=lambda done: context.advance(done / chunks))
-    context.strategies[key] = result.strategy
-    return result
+    return run_group(context, key, settings.strategy, program, replicas, shared, chunks, stop=stop,
+                     progress=lambda done: context.advance(done / chunks))
 
 
 def _measured(result, r: int, metrics: dict[str, Any], kernel: str) -> Measured:
@@ -298,14 +286,9 @@ def _run_char_lm(settings, members, context):
         yield cell, _measured(result, r, metrics, kernel)
 
 
-@lru_cache(maxsize=1)
-def _text_hash(text: str) -> str:
-    return load_text(text).sha256
-
-
 def data(settings: Settings) -> str:
     """Hash of the text that the language model reads."""
-    return data_hash(_text_hash(settings.lm.text) if "char_lm" in settings.parts else "")
+    return data_hash(text_hash(settings.lm.text) if "char_lm" in settings.parts else "")
 
 
 def report(settings: Settings, rows: list[dict[str, Any]]):

@@ -30,13 +30,13 @@ from experiments._tokens_report import make_report
 from tx_jax import letters, models
 from tx_jax.attention import source_hash
 from tx_jax.config import ModelConfig, OptimConfig, check, check_names, option
-from tx_jax.data.batches import epoch_starts
+from tx_jax.data.batches import token_starts
 from tx_jax.loss import token_loss
 from tx_jax.study.cells import Cell, canonical, data_hash
 from tx_jax.study.contract import Context, Study
 from tx_jax.study.flops import count_flops
 from tx_jax.study.ledger import Measured
-from tx_jax.study.replicas import run_replicas
+from tx_jax.study.side_by_side import replicas_of, run_group, strategy_option
 from tx_jax.tokenizers import make_trainer
 from tx_jax.train import loss_and_grads
 
@@ -67,9 +67,7 @@ class Settings:
     d_model: int = option(64, "width", low=1)
     heads: int = option(4, "heads", low=1)
     attention: str = option("auto", "attention implementation, by name or module:function")
-    strategy: str = option("auto", "how seeds run side by side",
-                           choices=("auto", "sequential", "vmap", "sharded", "map", "queue"),
-                           run_only=True)
+    strategy: str = strategy_option()
 
     def __post_init__(self) -> None:
         check(self, "")
@@ -134,14 +132,10 @@ def run(settings: Settings, members: list[Cell], context: Context
     """Train the cells of one tokenizer side by side, then score each."""
     arm, budget = members[0].arm, members[0].axis["budget"]
     found, task = settings.cut(arm), settings.task(arm, steps_of(settings, arm, budget))
-    strategy = settings.strategy
-    if strategy == "auto":
-        strategy = (context.recorded or context.strategies).get("strategy") or "auto"
-    result = run_replicas(_char_lm.program(task, task.steps // CHUNKS),
-                          *_inputs(settings, task, found, members), CHUNKS, strategy=strategy,
-                          cache=context.cache,
-                          progress=lambda done: context.advance(done / CHUNKS))
-    context.strategies["strategy"] = result.strategy
+    result = run_group(context, "models", settings.strategy,
+                       _char_lm.program(task, task.steps // CHUNKS),
+                       *_inputs(settings, task, found, members), CHUNKS,
+                       progress=lambda done: context.advance(done / CHUNKS))
     q = shape(settings.batch, task.context, settings.heads, task.model.head_width)
     kernel = kernel_name(settings.attention, q, q, q, mask="causal")
     facts = _facts(settings, arm, task, found)
@@ -159,19 +153,12 @@ def _inputs(settings: Settings, task: _char_lm.Task, found: _tokens_text.Cut, me
             ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What differs between replicas, and what all read; equal seeds share keys."""
     seeds = sorted({cell.seed for cell in members})
-    need = task.steps * settings.batch
-    orders = []
-    for seed in seeds:
-        rows, epoch = [], 0
-        while sum(map(len, rows)) < need:
-            rows.append(epoch_starts(len(found.train), task.context, seed, epoch))
-            epoch += 1
-        orders.append(np.concatenate(rows)[:need].reshape(task.steps, settings.batch))
-    replicas = {"key": jnp.stack([jax.random.key(cell.seed) for cell in members]),
-                "lr": jnp.asarray([cell.axis["lr"] for cell in members], jnp.float32),
-                "stream": jnp.asarray([seeds.index(cell.seed) for cell in members], jnp.int32)}
+    starts = [token_starts(len(found.train), task.context, settings.batch, task.steps, seed)
+              for seed in seeds]
+    replicas = replicas_of([(cell.seed, cell.axis["lr"]) for cell in members],
+                           [seeds.index(cell.seed) for cell in members])
     return replicas, {"tokens": jnp.asarray(found.train, jnp.int32),
-                      "starts": jnp.asarray(np.stack(orders), jnp.int32)}
+                      "starts": jnp.asarray(np.stack(starts))}
 
 
 def _facts(settings: Settings, arm: str, task: _char_lm.Task, found: _tokens_text.Cut

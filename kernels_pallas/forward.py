@@ -23,6 +23,7 @@ from kernels_pallas.config import COMPUTE, Config, default_config, padded_width
 from kernels_pallas.ranges import (
     COLUMNS,
     FIRST,
+    FULL,
     FULL_FIRST,
     FULL_LAST,
     LAST,
@@ -104,7 +105,7 @@ def flash_forward(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, sc
         q_BTNH, scale = (-q_BTNH, -scale) if scale else (jnp.zeros_like(q_BTNH), 1.0)
     if ranges is None and S % config.block_kv:
         tiles, blocks = -(-T // config.rows), -(-S // config.block_kv)
-        ranges = block_ranges(jnp.full((1, tiles, blocks), 2, jnp.int8), S, config.block_kv)
+        ranges = block_ranges(jnp.full((1, tiles, blocks), FULL, jnp.int8), S, config.block_kv)
     q, k, v = (_pad(_pad(x, 3, width), 1, size) for x, size in (
         (q_BTNH, config.rows), (k_BSKH, config.block_kv), (v_BSKH, config.block_kv)))
     lengths = lengths or S % config.block_kv > 0

@@ -7,7 +7,8 @@ starts no jax backend.
 
 from tx_jax.data.batches import Batch, epoch_starts, eval_batches, train_iterator, window_starts
 from tx_jax.data.prepare import Part, Prepared, prepare, split_tail
-from tx_jax.data.sources import Corpus, ParallelCorpus, load_parallel, load_text
+from tx_jax.data.sources import Corpus, ParallelCorpus, load_parallel, load_text, text_hash
 
 __all__ = ["Batch", "Corpus", "ParallelCorpus", "Part", "Prepared", "epoch_starts", "eval_batches",
-           "load_parallel", "load_text", "prepare", "split_tail", "train_iterator", "window_starts"]
+           "load_parallel", "load_text", "prepare", "split_tail", "text_hash", "train_iterator",
+           "window_starts"]

@@ -55,7 +55,7 @@ def train_iterator(prepared: Prepared, cfg: DataConfig, batch: int, seed: int,
     check_length(prepared, cfg)
     rows = _rows_of(batch, process_index, process_count)
     if cfg.packing == "windows":
-        order = _window_order(prepared, cfg.context, seed)
+        order = _window_order(prepared.train.n_tokens, cfg.context, seed)
         tokens = prepared.train.tokens()
 
         def read(step: int) -> Batch:
@@ -116,7 +116,12 @@ def window_starts(prepared: Prepared, context: int, batch: int, steps: int, seed
       UserError: the training part is shorter than one row.
     """
     check_length(prepared, DataConfig(text="the text", context=context))
-    starts = _window_order(prepared, context, seed).items(0, steps * batch)
+    return token_starts(prepared.train.n_tokens, context, batch, steps, seed)
+
+
+def token_starts(n_tokens: int, context: int, batch: int, steps: int, seed: int) -> np.ndarray:
+    """`window_starts` of a stream of so many tokens, which hold at least one row."""
+    starts = _window_order(n_tokens, context, seed).items(0, steps * batch)
     return starts.reshape(steps, batch).astype(np.int32)
 
 
@@ -151,8 +156,8 @@ class _Order:
         return np.concatenate(parts)
 
 
-def _window_order(prepared: Prepared, context: int, seed: int) -> _Order:
-    return _Order(functools.partial(epoch_starts, prepared.train.n_tokens, context, seed))
+def _window_order(n_tokens: int, context: int, seed: int) -> _Order:
+    return _Order(functools.partial(epoch_starts, n_tokens, context, seed))
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> Batch:

@@ -4,6 +4,7 @@ Every text becomes documents of valid Unicode; a leading byte-order mark is drop
 CR become `\\n`. Text is read whole: a corpus must fit in memory.
 """
 
+import functools
 import gzip
 import hashlib
 import json
@@ -82,6 +83,12 @@ def load_text(spec: str, field: str = "text") -> Corpus:
     if stem.endswith(".parquet"):
         return _corpus(spec, _from_parquet(path, field))
     return _corpus(spec, [_read_utf8(path)])
+
+
+@functools.lru_cache(maxsize=4)
+def text_hash(spec: str, field: str = "text") -> str:
+    """sha256 of the corpus that `load_text` reads; a text is read once for it in a process."""
+    return load_text(spec, field).sha256
 
 
 def load_parallel(first: str, second: str) -> ParallelCorpus:

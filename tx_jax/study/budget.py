@@ -6,6 +6,7 @@ as many; but every token passes all of a decoder and half of the pair, so that 7
 as many operations where source and target are equally long.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Budget:
     training: int
 
 
+@functools.cache  # tracing a model and its gradient takes a second
 def measure(model: Model, source: int, target: int) -> Budget:
     """The budget of a model on pairs of `source` and `target` tokens; nothing is run and no
     device started."""
