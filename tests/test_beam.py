@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import make_params
+from tests.helpers import make_params, random_params
 from tx_jax import beam, decode, models, seq2seq
 from tx_jax.beam import Beam, search
 from tx_jax.config import EncoderConfig, ModelConfig
@@ -101,9 +101,7 @@ def decoder():
 @pytest.fixture(scope="module")
 def translator():
     model = seq2seq.build(CFG, EncoderConfig(), V, 16)
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: seq2seq.init(model, jax.random.key(0)))
-    return model, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+    return model, random_params(model)
 
 
 def test_one_beam_is_greedy(decoder):
@@ -143,9 +141,7 @@ def test_a_batch_of_ragged_rows_equals_one_by_one(decoder, translator, beams):
 def learned_cross():
     """Positions of the source with a table of parameters, which is no row of a batch."""
     model = seq2seq.build(CFG, EncoderConfig(cross_positions="t5(bidirectional=True)"), V, 16)
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: seq2seq.init(model, jax.random.key(0)))
-    return model, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+    return model, random_params(model)
 
 
 @pytest.mark.parametrize("name", ["translator", "learned_cross"])

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launch
 from experiments import _ablation_claims as claims
 from experiments import _ablation_start as start
 from experiments import _ablation_training as training
 from experiments import block_ablation as study
 from experiments._ablation_arms import ARMS, FAMILIES
 from experiments._ablation_settings import Settings, Start
+from tests.helpers import check_refused, check_study
 from tx_jax import letters, models
 from tx_jax.study.ledger import Measured
 from tx_jax.study.report import markdown
@@ -242,14 +242,9 @@ def test_single_seeds_and_absent_parts_do_not_break_the_report():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=block_ablation", "--preset=smoke", "--cpu_devices=8",
-             f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "0 finished before" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "### Held-out loss: feed-forward" in table and "gradient of W_down" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("block_ablation", [], tmp_path, capsys,
+                said="0 finished before",
+                shown=("### Held-out loss: feed-forward", "gradient of W_down"))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
@@ -261,7 +256,4 @@ def test_from_flag_to_report_and_again(capsys, tmp_path):
     ("--parts=training,ranks", "did you mean 'rank'"),
     ("--steps=15", "not a multiple of 10")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=block_ablation", "--preset=smoke", *flag.split(),
-                        "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("block_ablation", flag.split(), words, capsys)

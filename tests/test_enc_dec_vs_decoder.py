@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launch
 from experiments import _seq_tasks, enc_dec_vs_decoder
 from experiments._encdec_report import make_report
 from experiments._encdec_settings import ARMS, Settings
+from tests.helpers import check_refused, check_study
 from tx_jax import forms
 from tx_jax.study.report import markdown
 
@@ -102,21 +102,13 @@ def test_a_run_that_ended_early_counts_with_its_last_loss():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=enc_dec_vs_decoder", "--preset=smoke", "--cpu_devices=8",
-             f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "4 cells, 0 finished before, 4 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "| causal | 2 | parameters |" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("enc_dec_vs_decoder", [], tmp_path, capsys,
+                said="4 cells, 0 finished before, 4 to run",
+                shown=("| causal | 2 | parameters |",))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
     ("--arms=encdec,decoder", "--arms names 'decoder'"), ("--tasks=shfit", "'shift'"),
     ("--early=500", "--early=500 lies beyond"), ("--heads=3", "not divisible")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=enc_dec_vs_decoder", "--preset=smoke", flag,
-                        "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("enc_dec_vs_decoder", [flag], words, capsys)

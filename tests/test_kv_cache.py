@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launch
 from experiments import _decoding, kv_cache
 from experiments._kv_report import verdicts
 from experiments._kv_tables import KNOWN
-from tests.helpers import make_params
+from tests.helpers import check_refused, check_study, make_params
 from tx_jax import decode, limits
 from tx_jax.cache import places_of
 from tx_jax.study.report import markdown
@@ -166,16 +165,11 @@ def test_known_shapes_have_the_parameters_they_are_known_for():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=kv_cache", "--preset=smoke", "--lengths=8", "--sizes=8,16",
-             "--fit_sizes=8", "--chunk=4", "--d_model=16", "--window=4", "--rounding_length=8",
-             "--cpu_devices=8", f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "22 cells, 0 finished before, 22 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "A cache holds 2 L K H S B numbers, to the byte | **agrees** | 10 of 10" in table
-    assert "no CI, n=2" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("kv_cache", ["--lengths=8", "--sizes=8,16", "--fit_sizes=8", "--chunk=4",
+                             "--d_model=16", "--window=4", "--rounding_length=8"], tmp_path, capsys,
+                said="22 cells, 0 finished before, 22 to run",
+                shown=("A cache holds 2 L K H S B numbers, to the byte | **agrees** | 10 of 10",
+                       "no CI, n=2"))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
@@ -183,6 +177,4 @@ def test_from_flag_to_report_and_again(capsys, tmp_path):
     ("--d_model=36", "--d_model=36 does not split into --heads=4 of an even width"),
     ("--lengths=1", "--lengths=1 is too small")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=kv_cache", "--preset=smoke", flag, "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("kv_cache", [flag], words, capsys)

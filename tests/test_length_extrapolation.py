@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launch
 from experiments import _extrapolation_claims as claims
 from experiments import _extrapolation_eval as scores
 from experiments import length_extrapolation as study
 from experiments._extrapolation_models import ARMS, METHODS
 from experiments._extrapolation_settings import Extend, Settings
+from tests.helpers import check_refused, check_study
 from tx_jax import models
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
@@ -233,16 +233,12 @@ def test_single_seeds_and_absent_parts_do_not_break_the_report():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=length_extrapolation", "--preset=smoke", "--steps=10",
-             "--parts=schemes,extension", "--arms=rope",
-             "--factors=1,4", "--strategy=map", "--extend.methods=by_parts",
-             "--extend.tuned=by_parts", "--cpu_devices=8", f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "4 cells, 0 finished before, 4 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "One checkpoint under other positions" in table and "After fine-tuning" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("length_extrapolation", ["--steps=10", "--parts=schemes,extension", "--arms=rope",
+                                         "--factors=1,4", "--strategy=map",
+                                         "--extend.methods=by_parts", "--extend.tuned=by_parts"],
+                tmp_path, capsys,
+                said="4 cells, 0 finished before, 4 to run",
+                shown=("One checkpoint under other positions", "After fine-tuning"))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
@@ -255,7 +251,4 @@ def test_from_flag_to_report_and_again(capsys, tmp_path):
     ("--extend.steps=5", "not a multiple of --extend.every=2"),
     ("--extend.methods=pj", "did you mean 'pi'")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=length_extrapolation", "--preset=smoke", flag,
-                        "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("length_extrapolation", [flag], words, capsys)

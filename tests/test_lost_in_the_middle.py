@@ -12,6 +12,7 @@ import pytest
 
 import launch
 from experiments import _needles, lost_in_the_middle
+from tests.helpers import check_refused, check_study
 from tx_jax import models
 from tx_jax.config import ModelConfig, OptimConfig
 from tx_jax.study.replicas import run_replicas
@@ -242,15 +243,10 @@ def test_refusing_settings_starts_no_device():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=lost_in_the_middle", "--preset=smoke", "--arms=rope,query_first",
-             "--regimes=ends,recent", "--cpu_devices=8", "--strategy=vmap",
-             f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "8 cells, 0 finished before, 8 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "lifts the middle" in table and "| near the end | 10 | query_first |" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("lost_in_the_middle", ["--arms=rope,query_first", "--regimes=ends,recent",
+                                       "--strategy=vmap"], tmp_path, capsys,
+                said="8 cells, 0 finished before, 8 to run",
+                shown=("lifts the middle", "| near the end | 10 | query_first |"))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
@@ -260,7 +256,4 @@ def test_from_flag_to_report_and_again(capsys, tmp_path):
     ("--steps=7", "--steps=7 is not a multiple of --every=5"),
     ("--arms=learned(length=8)", "has 8 rows")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=lost_in_the_middle", "--preset=smoke", flag,
-                        "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("lost_in_the_middle", [flag], words, capsys)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launch
 from experiments import _masked, masking
 from experiments._masking_report import ARMS
+from tests.helpers import check_refused, check_study
 from tx_jax.masks import Mask, parse_mask
 from tx_jax.study.report import markdown
 
@@ -93,20 +93,14 @@ def test_the_verdicts_compare_paired_ratios():
 
 
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = ["--experiment=masking", "--preset=smoke", "--masks=causal", "--lengths=32",
-             "--pair_lengths=8", "--tile=16", "--cpu_devices=8", f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "14 cells, 0 finished before, 14 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "a branch per pair against adding per pair" in table and "no CI, n=2" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("masking", ["--masks=causal", "--lengths=32", "--pair_lengths=8", "--tile=16"],
+                tmp_path, capsys,
+                said="14 cells, 0 finished before, 14 to run",
+                shown=("a branch per pair against adding per pair", "no CI, n=2"))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
     ("--lengths=100", "--lengths names 100, which --tile=64 does not divide"),
     ("--masks=casual", "did you mean 'causal'"), ("--tile=0", "--tile=0 is too small")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=masking", "--preset=smoke", flag, "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("masking", [flag], words, capsys)

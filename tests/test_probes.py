@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launch
 from experiments import _probe_training, _probes, _probes_report
 from experiments._probes import BEGIN, END, FIRST, KEY, PASSKEY, PLUS, SEPARATOR, TASKS
 from experiments._probes_settings import Probes
-from tests.helpers import make_params
+from tests.helpers import check_study, make_params
 from tx_jax import decode, models
 from tx_jax.config import ModelConfig
 from tx_jax.errors import UserError
@@ -231,7 +230,7 @@ def test_a_mistake_is_one_sentence(given, words):
         Probes(**given)
 
 
-TINY = ["--experiment=length_extrapolation", "--preset=smoke", "--parts=probes", "--cpu_devices=8",
+TINY = ["--parts=probes",
         "--probes.tasks=passkey", "--probes.arms=none,learned", "--probes.layers=1",
         "--probes.d_model=8", "--probes.heads=1", "--probes.train_length=2", "--probes.steps=20",
         "--probes.test_lengths=2,3", "--probes.test_rows=8", "--probes.batch=4",
@@ -240,10 +239,6 @@ TINY = ["--experiment=length_extrapolation", "--preset=smoke", "--parts=probes",
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path):
-    flags = [*TINY, f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "4 cells, 0 finished before, 4 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "trained on lengths 1 to 2" in table and "n=3 (beyond)" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("length_extrapolation", TINY, tmp_path, capsys,
+                said="4 cells, 0 finished before, 4 to run",
+                shown=("trained on lengths 1 to 2", "n=3 (beyond)"))

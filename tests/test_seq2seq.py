@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import make_params
+from tests.helpers import make_params, random_params
 from tx_jax import decode, letters, models, seq2seq
 from tx_jax.config import EncoderConfig, ModelConfig
 from tx_jax.errors import UserError
@@ -18,10 +18,7 @@ CFG = ModelConfig(layers=2, d_model=16, heads=4, kv_heads=2, d_ff=24)
 
 def make(encoder=None, **options):
     model = seq2seq.build(dataclasses.replace(CFG, **options), encoder or EncoderConfig(), V, 16)
-    rng = np.random.default_rng(0)  # drawing with JAX would be compiled for every shape
-    shapes = jax.eval_shape(lambda: seq2seq.init(model, jax.random.key(0)))
-    return model, jax.tree.map(lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype),
-                               shapes)
+    return model, random_params(model, 0.3)
 
 
 forward = jax.jit(seq2seq.apply, static_argnums=0)

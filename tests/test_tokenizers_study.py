@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-import launch
 from experiments import _tokens_text, tokenizers
 from experiments._tokens_report import make_report
+from tests.helpers import check_refused, check_study
 from tx_jax.errors import UserError
 from tx_jax.study.report import markdown
 
@@ -40,7 +40,8 @@ def test_an_unknown_word_pays_for_its_letters(text):
     unknown = cut.test.tokens == cut.tokenizer.unk_id
     assert unknown.any() and (cut.test.spelling > 0).tolist() == unknown.tolist()
     train, held, _ = _tokens_text.texts(text, 0.1)
-    price = _tokens_text._spelling(cut.tokenizer, train)
+    price = _tokens_text._spelling(
+        _tokens_text._unknown(cut.tokenizer, train, cut.train).values())
     assert math.isclose(sum(math.exp(-nats) for nats in price.values()), 1.0)
     raw, ends = held[len(held) // 2:].encode(), np.cumsum(cut.test.bytes_)
     i = int(np.flatnonzero(unknown)[-1])
@@ -114,20 +115,13 @@ def test_verdicts_follow_the_rows():
 
 @pytest.mark.slow
 def test_from_flag_to_report_and_again(capsys, tmp_path, text):
-    flags = ["--experiment=tokenizers", "--preset=smoke", "--cpu_devices=8", f"--text={text}",
-             "--scored=300", f"--workdir={tmp_path / 'run'}"]
-    assert launch.main(flags) == 0
-    assert "8 cells, 0 finished before, 8 to run" in capsys.readouterr().out
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert "| char | bytes |" in table
-    assert launch.main([*flags, "--table"]) == 0
-    assert (tmp_path / "run" / "table.md").read_text() == table
+    check_study("tokenizers", [f"--text={text}", "--scored=300"], tmp_path, capsys,
+                said="8 cells, 0 finished before, 8 to run",
+                shown=("| char | bytes |",))
 
 
 @pytest.mark.parametrize(("flag", "words"), [
     ("--arms=char,bpe(vocab=3)", "too small"), ("--budgets=tokens", "'tokens'"),
     ("--reference=wrod", "wrod")])
 def test_a_mistake_is_one_sentence(flag, words, capsys):
-    assert launch.main(["--experiment=tokenizers", "--preset=smoke", flag, "--explain"]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1
+    check_refused("tokenizers", [flag], words, capsys)
